@@ -1,4 +1,4 @@
-"""Primitives of one process over several devices: copies of parameters with their gradients, and a thread per device.
+"""Primitives for several devices in one process: copies of parameters with their gradients, and a thread per device.
 
 A device may also be virtual: several replicas on one CPU, each driven by its own thread.
 """
@@ -19,7 +19,7 @@ from dure.torchcompat import has_modes_of_thread, watched_parametrizations
 
 
 class BroadcastParameters(torch.autograd.Function):
-    """Copy parameters to the other devices; backward adds the replicas' gradients up, in the devices' order."""
+    """Copy of parameters on other devices; backward sums the replicas' gradients in the devices' order."""
 
     @staticmethod
     def forward(ctx: Any, devices: Sequence[torch.device], *parameters: Tensor) -> tuple[Tensor, ...]:
@@ -35,7 +35,7 @@ class BroadcastParameters(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
-        """Add up the gradients of each parameter's copies on the first device; a second derivative passes too."""
+        """Sum the gradients of each parameter's copies on the first device; double backward is supported."""
         summed: list[Tensor | None] = []
         for i in range(ctx.num_parameters):
             arrived = [g.to(ctx.home) for g in gradients[i :: ctx.num_parameters] if g is not None]
@@ -44,15 +44,15 @@ class BroadcastParameters(torch.autograd.Function):
 
 
 class DeviceThreads:
-    """A thread per device for what runs on all of them at once."""
+    """Threads for calls on all devices at once, one per device."""
 
     def __init__(self, devices: Sequence[torch.device], *, in_order: bool) -> None:
         self._devices = devices
-        # CPU threads share one generator: only one after the other do they draw the same numbers every time
+        # CPU threads share one generator: only in sequence do they draw the same numbers every time
         self._pool = None if in_order else ThreadPoolExecutor(len(devices), "dure-device")
 
     def run(self, calls: Sequence[Callable[[], Any]], *, in_order: bool = False) -> list[Any]:
-        """Run call `i` on device `i`'s thread, in this thread's modes; return the answers in order.
+        """Run call `i` on device `i`'s thread, in this thread's modes; return the results in order.
 
         Args:
             calls: At most one for each device.
@@ -60,13 +60,13 @@ class DeviceThreads:
 
         Raises:
             TaskInvalid: One uses `parametrize.cached()`, whose cache all devices have in common.
-            Exception: The first device's exception, after all threads have come to an end.
+            Exception: The first device's exception, after all threads have finished.
         """
         with watched_parametrizations(_refuse_cached) if len(calls) > 1 else nullcontext():
             return self._run(list(zip(self._devices, calls, strict=False)), in_order=in_order)
 
     def _run(self, pairs: list[tuple[torch.device, Callable[[], Any]]], *, in_order: bool) -> list[Any]:
-        # a context of the task around its model's call may not be entered by several threads at once
+        # several threads may not enter a context of the task around its model's call at the same time
         if self._pool is None or in_order or len(pairs) == 1 or has_modes_of_thread():
             return [_on_device(device, call) for device, call in pairs]
         modes = _Modes({device.type for device in self._devices})
@@ -77,7 +77,7 @@ class DeviceThreads:
         return [future.result() for future in futures]
 
     def close(self) -> None:
-        """End the threads."""
+        """Stop the threads."""
         if self._pool is not None:
             self._pool.shutdown()
 

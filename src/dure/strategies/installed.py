@@ -1,6 +1,6 @@
-"""Strategies that installed packages bring, by entry points of the group `dure.strategies`.
+"""Strategies from installed packages, found by entry points of the group `dure.strategies`.
 
-An entry is called like its strategy and gives its row, a `StrategyInfo`, or a function that returns one:
+An entry has the name of its strategy and refers to its row, a `StrategyInfo`, or a function that returns one:
 
     [project.entry-points."dure.strategies"]
     my_strategy = "my_package.row:INFO"
@@ -22,7 +22,7 @@ _MORE_ARGUMENTS = ("resume", "config", "which", "task")
 
 
 class Strategies(StrategyTable[StrategyInfo]):
-    """All strategies by name: dure's own, then those that packages bring, which are looked for when they are needed."""
+    """All strategies by name: dure's own, then those of installed packages, which are searched on first use."""
 
     def __init__(self, own: Iterable[StrategyInfo]) -> None:
         self._own = {info.name: info for info in own}
@@ -38,12 +38,12 @@ class Strategies(StrategyTable[StrategyInfo]):
 
     @property
     def own(self) -> tuple[str, ...]:
-        """Names of dure's own."""
+        """Names of dure's own strategies."""
         return tuple(self._own)
 
     @property
     def faults(self) -> Mapping[str, str]:
-        """Sentences about entries that cannot be used, by their names."""
+        """Messages about unusable entries, by their names."""
         return self._found[1]
 
     @functools.cached_property
@@ -63,7 +63,7 @@ class Strategies(StrategyTable[StrategyInfo]):
             else:
                 try:
                     rows[entry.name] = _row(entry)
-                except Exception as error:  # whatever a package's module does when it is imported
+                except Exception as error:  # a package's module may raise anything when it is imported
                     said = str(error).split("\n")[0] or type(error).__name__
                     faults[entry.name] = f"strategy {entry.name} of {package} cannot be used ({said:.300}): {cure}"
             packages.setdefault(entry.name, package)
@@ -78,7 +78,7 @@ def _row(entry: importlib.metadata.EntryPoint) -> StrategyInfo:
     """Import the row of an entry.
 
     Raises:
-        ValueError: It is none, or says what cannot be.
+        ValueError: It is not a row, or has invalid values.
     """
     info = entry.load()
     if callable(info) and not isinstance(info, type):

@@ -1,4 +1,4 @@
-"""One process, one device: the definition that every other strategy is held to."""
+"""One process, one device: the reference for every other strategy."""
 
 from dure.strategies.contract.step_facts import StepFacts
 from dure.strategies.contract.strategy import Strategy
@@ -11,9 +11,9 @@ class Single(Strategy):
     rules = WeightRules(changes_in_step_only=True, freezing="followed")
 
     def sync_gradients(self) -> StepFacts:
-        """Add up the terms; there is no other rank."""
+        """Sum the terms; there is no other rank."""
         return self.sums.step_facts()
 
     def sent_bytes(self, num_microsteps: int) -> int:
-        """Do nothing: there is no other rank."""
+        """Return 0: there is no other rank."""
         return 0

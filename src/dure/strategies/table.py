@@ -1,4 +1,4 @@
-"""The one table of strategies: what each divides, preserves and needs. Importing it does not import torch."""
+"""Table of strategies: what each divides, preserves and needs. Importing it does not import torch."""
 
 import importlib
 from typing import TYPE_CHECKING
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 _BATCHNORM = "BatchNorm without --sync-batchnorm: statistics of each {unit}'s own samples, rank 0's are kept"
 _COMPRESSION = "--{strategy}.compression: the gradient is approximated; see compression_error in the records"
 REPLICAS = ("check_replicas_every", "on_divergence")
-"""Settings of strategies under which ranks hold the same."""
+"""Settings of strategies with identical replicas on all ranks."""
 _HOOKS = "step hooks of the optimiser: each rank's run on its own weights, between averagings too"
 _RANDOM = "random numbers in model and loss (dropout): other draws than on one device (augmentation is the same)"
 
@@ -403,14 +403,14 @@ STRATEGIES = Strategies(
         ),
     )
 )
-"""Every strategy by name: these rows, and those that installed packages bring."""
+"""All strategies by name: these rows, and those of installed packages."""
 
 
 def load_strategy(name: str) -> "type[Strategy]":
     """Import the class that implements a strategy of the table.
 
     Raises:
-        EnvironmentLacks: A package brings the strategy, and that class cannot be imported.
+        EnvironmentLacks: The strategy comes from a package, and its class cannot be imported.
     """
     module, _, class_name = STRATEGIES[name].implementation.partition(":")
     if name in STRATEGIES.own:
@@ -419,7 +419,7 @@ def load_strategy(name: str) -> "type[Strategy]":
 
     try:
         found = getattr(importlib.import_module(module), class_name)
-    except Exception as error:  # whatever a package's module does when it is imported
+    except Exception as error:  # a package's module may raise anything when it is imported
         said = str(error).split("\n")[0] or type(error).__name__
         raise EnvironmentLacks(
             f"strategy {name} cannot be used, because {module}:{class_name} cannot be imported ({said:.300}): update "

@@ -1,8 +1,8 @@
-"""DataParallel with its two known faults mended: the fuller first device and the gathered loss.
+"""DataParallel without its two known faults: the fuller first device and the gathered loss.
 
 In `dp` the first device also holds the optimiser's state, all outputs and the loss, so it runs out of memory while the
-others have room. Here every replica computes the loss and the backward of its own samples, and the first device gets a
-smaller share of them.
+others have room. Here every replica computes loss and backward of its own samples, and the first device gets fewer of
+them.
 """
 
 import copy
@@ -36,7 +36,7 @@ class UnevenParts(BatchParts):
     """Parts of microbatches of which each device gets its own fraction."""
 
     fractions: Sequence[float] = (1.0,)
-    """Fraction of each device, once it is known."""
+    """Fraction of each device; a placeholder until `distribute`."""
 
     def of(self, num_samples: int) -> list[int]:
         """Return the samples of each device in each microbatch."""
@@ -47,18 +47,18 @@ class UnevenParts(BatchParts):
         return shares(num_samples, len(self.fractions), self.fractions)
 
     def process_size(self, microbatch_size: int) -> int:
-        """The device with the largest share must get no more than `microbatch_size`."""
+        """Return the samples of a microbatch of which no device gets more than `microbatch_size`."""
         return max(1, int(microbatch_size / max(self.fractions)))
 
     def device_size(self, num_samples: int) -> int:
-        """The device with the largest share of the microbatch."""
+        """Return the samples of the device with the largest share of the microbatch."""
         return max(self.divided(num_samples))
 
 
 class BalancedDataParallel(DeviceReplicas):
-    """One process, many devices, the loss on the replicas, device 0 with a share of its own."""
+    """One process with many devices: the loss is on the replicas, and device 0 has its own share of samples."""
 
-    rules = replace(DeviceReplicas.rules, divides_state=True)  # which is that of the first device's parameters
+    rules = replace(DeviceReplicas.rules, divides_state=True)  # the state is that of the first device's parameters
 
     options: BalancedOptions
     parts: UnevenParts
@@ -68,7 +68,7 @@ class BalancedDataParallel(DeviceReplicas):
         self.parts = UnevenParts(self.spec, self.share.count)
 
     def distribute(self) -> None:
-        """Start the threads, and find the shares."""
+        """Start the threads, and compute the devices' shares."""
         super().distribute()
         self._layout: Layout | None = None
         first = self.options.device0_share
@@ -79,7 +79,7 @@ class BalancedDataParallel(DeviceReplicas):
         return [1.0] if others == 0 else [first] + [(1 - first) / others] * others
 
     def forward_backward(self, microbatches: Iterable[Microbatch], *, global_samples: int, requests: Requests) -> None:
-        """Compute every device's gradients of its own samples, then add them up on device 0."""
+        """Compute the gradients of every device's own samples, then add them up on device 0."""
         self.sums.begin(requests)
         self._check_hooks()
         attributes = ForwardAttributes(self.model)
@@ -105,7 +105,7 @@ class BalancedDataParallel(DeviceReplicas):
         self._reduce_gradients(replicas)
         losses.settle(sorted(used))
         if min(used) > 0:
-            # device 0 has no share: what a forward pass or a loss changes is changed elsewhere
+            # device 0 has no share: changes by a forward pass or a loss are made on another device
             replicas[min(used) - 1].give_back()
         check_parameters([replica for i, replica in enumerate(replicas, 1) if i in used])
         self._take_over(attributes, replicas, sorted(used))
@@ -133,7 +133,7 @@ class BalancedDataParallel(DeviceReplicas):
                 theirs.grad = None
 
     def _take_over(self, attributes: ForwardAttributes, replicas: Sequence[Replica], used: list[int]) -> None:
-        """Leave on the model what a step has set on its replicas, where it is the same on all that had samples."""
+        """Set on the model the attributes that a step has set on its replicas, if all replicas with samples agree."""
         changes = attributes.changes([None, *replicas])
         for name in changes[0]:
             values = [changes[device][name] for device in used]
@@ -163,16 +163,16 @@ class BalancedDataParallel(DeviceReplicas):
         super().zero_gradients()
 
     def sent_bytes(self, num_microsteps: int) -> int:
-        """Parameters and buffers out from device 0 and gradients back, once a step."""
+        """Return the bytes of parameters and buffers sent by device 0 and of gradients sent back, once per step."""
         return self.bytes_between_devices()
 
 
 def device0_share_by_memory(strategy: BalancedDataParallel) -> float:
-    """Find the fraction of a batch for which all devices fill up at the same batch size.
+    """Return the fraction of a batch for device 0 with which all devices fill up at the same batch size.
 
-    What a device has left for activations is its free memory less what will still come: on every device the
-    gradients, on the first also the optimiser's state. What others use comes and goes, and the shares with it: a
-    deterministic run counts all memory as free.
+    The memory of a device for activations is its free memory less later allocations: the gradients on every device, and
+    the optimiser's state on the first. Memory used by other processes varies, and the shares with it: a deterministic
+    run counts all memory as free.
     """
     devices = strategy.devices
     if len(devices) == 1:
@@ -194,17 +194,17 @@ def _layout_of_examples(example: Callable[[int], Any], num_samples: int) -> Layo
     try:
         with kept_global_randomness():
             layout = layout_of([(size, example(size)) for size in sizes])
-    except Exception:  # a collate that takes batches of one size: then a batch shows what it shows
+    except Exception:  # the collate accepts batches of one size only: roles then follow from a single batch
         return {}
     return layout if Role.SAMPLES in layout.values() else {}
 
 
 _USUAL_STATE_TENSORS = 2.0
-"""Parameter-sized tensors that AdamW keeps, assumed of an optimiser that cannot be tried."""
+"""Parameter-sized tensors that AdamW keeps, assumed for an optimiser that cannot be tried."""
 
 
 def state_tensors_per_parameter(optimizer: Optimizer) -> float:
-    """Return how many parameter-sized tensors the optimiser keeps, by stepping a copy of it on small tensors."""
+    """Return the number of parameter-sized tensors that the optimiser keeps, by stepping a copy on small tensors."""
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     total: int = sum(parameter.numel() for parameter in parameters)
     if not total:
@@ -214,13 +214,13 @@ def state_tensors_per_parameter(optimizer: Optimizer) -> float:
     else:
         probes = [nn.Parameter(p.new_zeros([2] * p.dim()), p.requires_grad) for p in parameters]
         try:
-            # with everything but the parameters: it may have options, and take its parameters, in any way
+            # a copy of everything except the parameters: its constructor's arguments are unknown
             twin = copy.deepcopy(optimizer, {id(p): probe for p, probe in zip(parameters, probes, strict=True)})
             for probe in probes:
                 probe.grad = torch.zeros_like(probe)
             twin.step()
             counts = [_parameter_sized(twin.state.get(probe, {}), probe) for probe in probes]
-        except Exception:  # whatever it may be that it takes no such steps for
+        except Exception:  # the optimiser may fail on these tensors for any reason
             return _USUAL_STATE_TENSORS
     kept = sum(count * parameter.numel() for count, parameter in zip(counts, parameters, strict=True))
     return float(kept / total)

@@ -1,8 +1,8 @@
-"""Gradients made smaller for their way between ranks: halves, int8, the largest few, low rank.
+"""Compression of gradients between ranks: half precision, int8, top-k, low rank.
 
-Every one but PowerSGD is a function on one flat vector, so that it serves DDP's buckets (as a communication hook) and
-the buckets of `ring_ddp` alike. What a lossy one leaves out is remembered and added to the next step's gradient (error
-feedback, Seide et al. 2014; Karimireddy et al. 2019), without which the largest-few never catch up.
+Every algorithm except PowerSGD is a function on one flat vector, so that it serves both DDP's buckets (as a
+communication hook) and the buckets of `ring_ddp`. A lossy one keeps its error and adds it to the next step's gradient
+(error feedback, Seide et al. 2014; Karimireddy et al. 2019), without which top-k never catches up.
 """
 
 import math
@@ -39,78 +39,78 @@ class StepSums:
         self.squared_norm: Tensor | float = 0.0
 
     def measured(self) -> dict[str, float]:
-        """Return saved bytes and the relative error, as a step's record has them; waits for an accelerator."""
+        """Return saved bytes and the relative error for the step's record; waits for an accelerator."""
         squared_norm = float(self.squared_norm)
         error = math.sqrt(float(self.squared_error) / squared_norm) if squared_norm else 0.0
         return {"saved_bytes": float(self.saved_bytes), "compression_error": error}
 
 
 class Compression(ABC):
-    """Reduces one flat vector to its mean over all ranks, sending less than the vector."""
+    """Algorithm that reduces one flat vector to its mean over all ranks and sends less than the vector."""
 
     def __init__(self, process_group: dist.ProcessGroup | None) -> None:
         self.process_group = process_group
         self.world_size = dist.get_world_size(process_group)
         self.step = StepSums()
         self.unit: float | None = None
-        """Divisor of the losses behind the last reduced gradients; None for means, whose divisor is constant."""
+        """Divisor of the losses of the last reduced gradients; None for means, whose divisor is constant."""
 
     def begin_step(self, unit: float | None = None) -> None:
-        """Forget the measurements of the last step.
+        """Reset the measurements of the last step.
 
         Args:
-            unit: Divisor of this step's losses, a power of two; None for means, and where it is not known yet.
+            unit: Divisor of this step's losses, a power of two; None for means, and while it is unknown.
         """
         self.step = StepSums()
         if unit is not None and self.unit is not None and unit != self.unit:
             self._rescale(self.unit / unit)
 
     def measured(self, device: torch.device) -> "dict[str, float] | Callable[[], dict[str, float]]":
-        """Return what the step saved, and its error; on an accelerator a function that reads them later."""
+        """Return the step's savings and error; on an accelerator a function that reads them later."""
         return self.step.measured() if device.type == "cpu" else self.step.measured
 
     def _rescale(self, factor: float) -> None:
-        """Multiply what is carried over to gradients of other losses' divisor."""
+        """Multiply the state that is carried over, because the divisor of the losses has changed."""
 
     def undo_step(self) -> None:
-        """Forget that the step under way was reduced: it changes no weights, so its errors must not be carried on."""
+        """Discard the current step's reduction: it changes no weights, so its errors must not be carried over."""
         self.step.squared_error = self.step.squared_norm = 0.0
 
     def reduce_mean(self, vector: Tensor, key: int) -> None:
-        """Replace a vector by about its mean over all ranks; the same bits on every rank.
+        """Replace a vector by its approximate mean over all ranks; bitwise identical on every rank.
 
         Args:
             vector: (N,), this rank's gradients.
-            key: Which bucket, the same on every rank and in every step.
+            key: Number of the bucket, the same on every rank and in every step.
         """
         self.note_sent(self._reduce(vector, key), vector)
 
     def note_sent(self, sent: int, vector: Tensor) -> None:
-        """Count what was sent in the place of a vector."""
+        """Count the bytes sent in place of a vector."""
         plain = 2 * (self.world_size - 1) * vector.numel() * vector.element_size() // self.world_size
         self.step.sent_bytes += sent
         self.step.saved_bytes += plain - sent
 
     def note_error(self, wanted: Tensor, error: Tensor) -> None:
-        """Count what was to be sent, and what of it was not."""
-        # tensors: to read them here would let an accelerator run dry in the middle of backward
+        """Record the vector to be sent, and the part of it that was not sent."""
+        # tensors: reading them here would stall an accelerator in the middle of backward
         self.step.squared_norm = self.step.squared_norm + wanted.square().sum()
         self.step.squared_error = self.step.squared_error + error.square().sum()
 
     @abstractmethod
     def _reduce(self, vector: Tensor, key: int) -> int:
-        """Do it, and return the bytes that this rank sent."""
+        """Reduce the vector, and return the bytes that this rank sent."""
 
     def rank_state(self) -> dict[str, Tensor]:
-        """Return what this rank must keep to go on as if never interrupted."""
+        """Return the state that this rank must keep to continue as if never interrupted."""
         return {}
 
     def load_rank_state(self, state: dict[str, Tensor]) -> None:
-        """Take it over."""
+        """Load this state."""
 
 
 class Cast(Compression):
-    """Halves: the values divided by the world size (so that the sum cannot overflow), cast, added, cast back."""
+    """Half precision: values divided by the world size (so that the sum cannot overflow), cast, added, cast back."""
 
     def __init__(self, process_group: dist.ProcessGroup | None, dtype: torch.dtype) -> None:
         super().__init__(process_group)
@@ -127,13 +127,13 @@ class Cast(Compression):
 
 
 class WithFeedback(Compression):
-    """Keeps what this rank did not send, and adds it to the next step's vector."""
+    """Compression that keeps the part of the vector that this rank did not send, and adds it to the next step's."""
 
     def __init__(self, process_group: dist.ProcessGroup | None, *, can_undo: bool = False) -> None:
-        """Begin without residuals.
+        """Start without residuals.
 
         Args:
-            process_group: Whose ranks reduce.
+            process_group: Group whose ranks reduce.
             can_undo: Keep the residuals from before a step until the next one begins, at the cost of their memory.
         """
         super().__init__(process_group)
@@ -142,7 +142,7 @@ class WithFeedback(Compression):
         self._before: dict[int, Tensor] = {}
 
     def begin_step(self, unit: float | None = None) -> None:
-        """Note the residuals to return to if the step is undone; no residual is ever changed in place."""
+        """Keep the residuals for `undo_step`; no residual is ever changed in place."""
         super().begin_step(unit)
         if self._can_undo:
             self._before = dict(self.residuals)
@@ -151,7 +151,7 @@ class WithFeedback(Compression):
         self.residuals = {key: residual * factor for key, residual in self.residuals.items()}
 
     def undo_step(self) -> None:
-        """Return to the residuals from before the step."""
+        """Restore the residuals from before the step."""
         super().undo_step()
         assert self._can_undo, "a step can only be undone if the residuals from before it were kept"
         self.residuals = dict(self._before)
@@ -160,19 +160,19 @@ class WithFeedback(Compression):
         residual = self.residuals.get(key)
         if residual is None or residual.shape != vector.shape:
             return vector.clone()
-        return vector + residual.to(vector.device)  # one from a checkpoint is in host memory
+        return vector + residual.to(vector.device)  # a residual from a checkpoint is in host memory
 
     def _keep(self, key: int, wanted: Tensor, residual: Tensor) -> None:
         self.note_error(wanted, residual)
         self.residuals[key] = residual
 
     def rank_state(self) -> dict[str, Tensor]:
-        """Return the residuals, and the unit of the losses that they come from."""
+        """Return the residuals, and the unit of the losses from which they result."""
         residuals = {f"{_RESIDUAL}{key}": residual for key, residual in self.residuals.items()}
         return residuals if self.unit is None else {**residuals, UNIT: torch.tensor(self.unit, dtype=torch.float64)}
 
     def load_rank_state(self, state: dict[str, Tensor]) -> None:
-        """Take over residuals; what another kind of compression, or another strategy, has left is none."""
+        """Load residuals; those of another compression, or another strategy, are ignored."""
         own = {name: tensor for name, tensor in state.items() if name.startswith(_RESIDUAL)}
         self.residuals = {int(name.removeprefix(_RESIDUAL)): tensor.clone() for name, tensor in own.items()}
         self.unit = float(state[UNIT]) if UNIT in state else None
@@ -185,14 +185,14 @@ class WithFeedback(Compression):
 
 
 class TopK(WithFeedback):
-    """The elements of the largest magnitude, with their places (Aji and Heafield 2017)."""
+    """Elements of the largest magnitude, with their indices (Aji and Heafield 2017)."""
 
     def __init__(self, process_group: dist.ProcessGroup | None, fraction: float, *, can_undo: bool = False) -> None:
         super().__init__(process_group, can_undo=can_undo)
         self._fraction = fraction
 
     def _reduce(self, vector: Tensor, key: int) -> int:
-        """Communication: two all_gather of k values and k places (int32), (P-1) k (4 + element) bytes from each."""
+        """Communication: two all_gather, of k values and k indices (int32), (P-1) k (4 + element) bytes from each."""
         wanted = self._wanted(vector, key)
         k = max(1, math.ceil(self._fraction * wanted.numel())) if wanted.numel() else 0
         places = wanted.abs().topk(k, sorted=False).indices.to(torch.int32)
@@ -201,7 +201,7 @@ class TopK(WithFeedback):
         residual[places] = 0
         self._keep(key, wanted, residual)
         vector.zero_()
-        # one rank after the other: the order of addition is the same everywhere
+        # one rank after the other: the order of addition is the same on all ranks
         for theirs, where in zip(self._gather(values), self._gather(places), strict=True):
             vector.index_add_(0, where, theirs)
         vector.div_(self.world_size)
@@ -238,13 +238,13 @@ def _in_blocks(vector: Tensor) -> Tensor:
 def open_compression(
     name: str, process_group: dist.ProcessGroup | None, *, fraction: float, can_undo: bool
 ) -> Compression:
-    """Make the compression of a name ready.
+    """Create a compression by name.
 
     Args:
         name: `fp16`, `bf16`, `topk` or `int8`.
-        process_group: Whose ranks reduce.
-        fraction: Of the elements that `topk` sends.
-        can_undo: Steps may be skipped, see `Compression.undo_step`.
+        process_group: Group whose ranks reduce.
+        fraction: Fraction of the elements that `topk` sends.
+        can_undo: Whether steps may be skipped, see `Compression.undo_step`.
     """
     if name in ("fp16", "bf16"):
         return Cast(process_group, torch.float16 if name == "fp16" else torch.bfloat16)
@@ -254,10 +254,10 @@ def open_compression(
 
 
 def check_compression(name: str | None, model: nn.Module, scales_loss: bool) -> None:
-    """Refuse what a compression cannot take.
+    """Refuse a model or a precision that a compression does not support.
 
     Raises:
-        SpecInvalid: fp16's loss scale changes between steps; PowerSGD knows no parameter of one number.
+        SpecInvalid: fp16's loss scale changes between steps; PowerSGD does not support parameters of one element.
     """
     if name in NEEDS_STABLE_SCALE and scales_loss:
         raise SpecInvalid(

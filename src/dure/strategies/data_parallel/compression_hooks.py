@@ -1,7 +1,7 @@
-"""Compression as communication hooks of torch's DDP: torch's own where it has one, ours for the rest.
+"""Compression as communication hooks of torch's DDP: torch's own where it has one, otherwise dure's.
 
-Torch's fp16, bf16 and PowerSGD hooks work on any backend; its quantisation hooks fail on gloo, so int8 and the largest
-few are ours.
+Torch's fp16, bf16 and PowerSGD hooks work on any backend. Its quantisation hooks fail on gloo, so int8 and top-k are
+dure's.
 """
 
 from abc import abstractmethod
@@ -19,7 +19,7 @@ from dure.strategies.data_parallel.compression import UNIT, Compression, open_co
 Hook = Callable[[object, dist.GradBucket], "torch.futures.Future[Tensor]"]
 
 POWERSGD_START = 2
-"""Plain steps before PowerSGD begins: the fewest that it takes, for DDP may reorder its buckets in the first."""
+"""Uncompressed steps before PowerSGD begins: its minimum, because DDP may reorder its buckets in the first."""
 
 
 def hook_compression(
@@ -30,9 +30,9 @@ def hook_compression(
     Args:
         engine: The wrapped module.
         name: `fp16`, `bf16`, `powersgd`, `topk` or `int8`.
-        fraction: Of the elements that `topk` sends.
-        rank: Of PowerSGD's approximation.
-        can_undo: Steps may be skipped, see `Compression.undo_step`.
+        fraction: Fraction of the elements that `topk` sends.
+        rank: Rank of PowerSGD's approximation.
+        can_undo: Whether steps may be skipped, see `Compression.undo_step`.
     """
     group = engine.process_group
     compression: Compression
@@ -55,17 +55,17 @@ def _hook_of(compression: Compression) -> Hook:
         future.set_result(bucket.buffer())
         return future
 
-    # torch asks for the annotations of a hook
+    # torch checks the annotations of a hook
     hook.__annotations__ = {"bucket": dist.GradBucket, "return": torch.futures.Future[Tensor]}
     return hook
 
 
 class HookedCompression(Compression):
-    """One of torch's own hooks: it answers while backward goes on."""
+    """Hook of torch; its result is a future, so that backward goes on."""
 
     @abstractmethod
     def start(self, bucket: dist.GradBucket) -> "torch.futures.Future[Tensor]":
-        """Begin to reduce a bucket."""
+        """Start to reduce a bucket."""
 
     def _reduce(self, vector: Tensor, key: int) -> int:
         raise TypeError("torch's hooks reduce buckets of DDP, not vectors")
@@ -80,7 +80,7 @@ class TorchCast(HookedCompression):
         self._hook = default_hooks.fp16_compress_hook if dtype == torch.float16 else default_hooks.bf16_compress_hook
 
     def start(self, bucket: dist.GradBucket) -> "torch.futures.Future[Tensor]":
-        """Note the error of the cast, and let torch do it."""
+        """Record the error of the cast, and call torch's hook."""
         scaled = bucket.buffer() / self.world_size
         self.note_error(scaled, scaled - scaled.to(self._dtype))
         self.note_sent(4 * (self.world_size - 1) * scaled.numel() // self.world_size, scaled)
@@ -90,16 +90,16 @@ class TorchCast(HookedCompression):
 class PowerSGD(HookedCompression):
     """Torch's PowerSGD hook (Vogels et al. 2019): each gradient matrix as a product of two thin ones.
 
-    The error that torch carries over, and that the records show, is this rank's gradient less the approximated mean
-    of all ranks': with different samples on every rank it is large even where nothing is lost.
+    The error that torch carries over, and that the records contain, is this rank's gradient less the approximated mean
+    of all ranks. With different samples on every rank it is large even if nothing is lost.
     """
 
     def __init__(self, process_group: dist.ProcessGroup, rank: int, *, can_undo: bool = False) -> None:
-        """Begin without errors and factors.
+        """Start without errors and factors.
 
         Args:
-            process_group: Whose ranks reduce.
-            rank: Of the approximation.
+            process_group: Group whose ranks reduce.
+            rank: Rank of the approximation.
             can_undo: Keep the state from before a step until the next one begins.
         """
         super().__init__(process_group)
@@ -110,11 +110,11 @@ class PowerSGD(HookedCompression):
         self._before: tuple[dict[str, dict[int, Tensor]], int, Any] | None = None
 
     def begin_step(self, unit: float | None = None) -> None:
-        """Note the state to return to if the step is undone."""
+        """Keep the state for `undo_step`."""
         super().begin_step(unit)
         if self._can_undo:
             kept = {name: dict(tensors) for name, tensors in self._kept().items()}
-            # the hook replaces errors, but writes into the factors, which are thin
+            # the hook replaces errors, but writes into the factors, which are small
             for name in ("p", "q"):
                 kept[name] = {index: tensor.clone() for index, tensor in kept[name].items()}
             self._before = kept, self._state.iter, self._state.rng.get_state()
@@ -124,7 +124,7 @@ class PowerSGD(HookedCompression):
             self._state.error_dict[index] = error * factor
 
     def undo_step(self) -> None:
-        """Return to the errors, the factors, the number of steps and the generator from before the step."""
+        """Restore the errors, the factors, the number of steps and the generator from before the step."""
         super().undo_step()
         assert self._before is not None, "a step can only be undone if the state from before it was kept"
         kept, self._state.iter, generator = self._before
@@ -134,7 +134,7 @@ class PowerSGD(HookedCompression):
             tensors.update(kept[name])
 
     def start(self, bucket: dist.GradBucket) -> "torch.futures.Future[Tensor]":
-        """Let torch do it, and note the error that it keeps for the next step."""
+        """Call torch's hook, and record the error that it keeps for the next step."""
         state, buffer, index = self._state, bucket.buffer(), bucket.index()
         self._fit(index, buffer)
         num_buffer = buffer.numel()
@@ -147,7 +147,7 @@ class PowerSGD(HookedCompression):
         num_sent = num_buffer if is_plain else state.total_numel_after_compression - before
         self.note_sent(2 * (self.world_size - 1) * num_sent * buffer.element_size() // self.world_size, buffer)
 
-        # its callbacks communicate: waiting for them keeps the buckets' calls in the same order on every rank
+        # its callbacks communicate: waiting for them keeps the order of the buckets' calls the same on every rank
         done: torch.futures.Future[Tensor] = torch.futures.Future()
         done.set_result(future.wait())
         self.note_error(wanted, torch.zeros_like(wanted) if is_plain else state.error_dict[index])
@@ -164,7 +164,7 @@ class PowerSGD(HookedCompression):
         return kept
 
     def _fit(self, index: int, buffer: Tensor) -> None:
-        """Move a bucket's state to its device, since a checkpoint's is in host memory; drop that of another bucket."""
+        """Move a bucket's state to its device, because a checkpoint's is on the host; drop that of another bucket."""
         error = self._state.error_dict.get(index)
         is_other = error is not None and error.shape != buffer.shape
         for tensors in self._kept().values():
@@ -174,7 +174,7 @@ class PowerSGD(HookedCompression):
                 tensors[index] = tensors[index].to(buffer.device)
 
     def load_rank_state(self, state: dict[str, Tensor]) -> None:
-        """Take them over, unless they were of another compression, or of an approximation of another rank."""
+        """Load this state, unless it is of another compression or of an approximation of another rank."""
         rank = self._state.matrix_approximation_rank
         if "iteration" not in state or int(state.get("rank", rank)) != rank:
             return

@@ -1,7 +1,7 @@
-"""DistributedDataParallel: a process per device, gradients all-reduced in buckets during backward.
+"""DistributedDataParallel: one process per device, gradients all-reduced in buckets during backward.
 
-The engine is torch's DDP (Li et al. 2020, section 3.2). What dure adds: the step's facts (loss sum, count, wish to
-stop) travel inside the first gradient bucket, so that exact weights and an agreed stop cost no message of their own.
+The engine is torch's DDP (Li et al. 2020, section 3.2). dure adds that the step's facts (loss sum, count, stop request)
+travel inside the first gradient bucket, so that exact weights and an agreed stop cost no message of their own.
 """
 
 import time
@@ -35,9 +35,9 @@ def _summed(group: dist.ProcessGroup, bucket: dist.GradBucket) -> torch.futures.
 
 
 class ObjectiveModule(nn.Module):
-    """The task's loss as a module, so that DDP wraps the objective and the task gets the plain model.
+    """Task's loss as a module, so that DDP wraps the objective and the task gets the plain model.
 
-    `carrier` is a parameter outside the optimiser. It is an output too, and backward starts from it with the step's
+    `carrier` is a parameter outside the optimiser. It is also an output, and backward starts from it with the step's
     facts as its gradient. DDP then adds them up over ranks and microsteps like any gradient.
     """
 
@@ -45,13 +45,14 @@ class ObjectiveModule(nn.Module):
         super().__init__()
         self.model = model
         dtypes = {p.dtype for p in model.parameters() if p.requires_grad}
-        # the model's own dtype keeps the carrier in a bucket with other gradients; halves are too coarse for counts
+        # the model's own dtype keeps the carrier in a bucket with other gradients; half precision is too coarse for
+        # counts
         dtype = dtypes.pop() if len(dtypes) == 1 and dtypes <= {torch.float32, torch.float64} else torch.float32
         self.carrier = nn.Parameter(torch.zeros(4, dtype=dtype, device=strategy.device))
         self._strategy = [strategy]  # in a list: the strategy is no submodule
 
     def forward(self, microbatch: Microbatch | None, global_samples: int) -> tuple[Tensor, Tensor]:
-        """Return what backward starts from: the objective and, as a view that DDP finds, the carrier."""
+        """Return the tensors that backward starts from: the objective and, as a view that DDP finds, the carrier."""
         if microbatch is None:
             return self._rehearsal(), self.carrier.view(-1)
         strategy = self._strategy[0]
@@ -60,7 +61,7 @@ class ObjectiveModule(nn.Module):
         return strategy.precision.scale(term.root), self.carrier.view(-1)
 
     def _rehearsal(self) -> Tensor:
-        """Return zero, of which every trainable parameter has a gradient, the last one's first."""
+        """Return a zero from which every trainable parameter gets a gradient, the last parameter first."""
         parts = [p.sum().to(self.carrier) for p in self.model.parameters() if p.requires_grad]
         return torch.stack(parts).sum() * 0.0
 
@@ -87,8 +88,9 @@ class DDP(Strategy):
         return faults
 
     def distribute(self) -> None:
-        """Wrap the objective in DDP, which also sends rank 0's parameters to all."""
-        # torch's DDP divides by the world size, and so the losses are multiplied by it: not where that is not the same
+        """Wrap the objective in DDP, which also sends rank 0's parameters to all ranks."""
+        # torch's DDP divides by the world size, so the losses are multiplied by it; not if gradients are nonlinear in
+        # the loss
         is_sum = self.traits.nonlinear_gradients and self.options.compression is None
         self.gradient_divisor = 1 if is_sum else self.group.world_size
         self._fixed_facts: dict[tuple[float, Requests], tuple[Tensor, Tensor]] = {}
@@ -102,7 +104,7 @@ class DDP(Strategy):
         )
         has_sparse_gradients = any(getattr(module, "sparse", False) is True for module in self.model.modules())
         if not (self.options.find_unused_parameters or has_sparse_gradients):
-            # searching for unused parameters DDP keeps its first order; sparse gradients cannot be rehearsed by dense
+            # when it searches for unused parameters DDP keeps its first order; a rehearsal has no sparse gradients
             self._rehearse()
         if is_sum and self.group.world_size > 1:
             self.engine.register_comm_hook(self.engine.process_group, _summed)
@@ -110,10 +112,10 @@ class DDP(Strategy):
         self._reduced_bytes = sum(p.numel() * p.element_size() for p in [self._carrier, *self.trainable])
         self._in_buckets = {id(parameter) for parameter in self.trainable}
         self._late: list[nn.Parameter] = []
-        """Parameters that were unfrozen on the way."""
+        """Parameters that were unfrozen during the run."""
         self._is_first_step = True
         self._arrivals: list[nn.Parameter] = []
-        # on an accelerator the host runs ahead: its clock says nothing about when a gradient was ready
+        # on an accelerator the host runs ahead: its clock does not show when a gradient was ready
         self._arrival_hooks = (
             [p.register_post_accumulate_grad_hook(self._arrivals.append) for p in self.trainable]
             if self.device.type == "cpu"
@@ -136,21 +138,21 @@ class DDP(Strategy):
         )
 
     def _rehearse(self) -> None:
-        """Let DDP order its buckets now, once and for all, by a backward without data.
+        """Fix the order of DDP's buckets by a backward without data.
 
-        It orders them again after its first backward. The place of a gradient in its bucket decides in which order the
-        ranks' values are added: a resumed run, whose first step is another one, would round differently.
+        DDP orders its buckets again after its first backward. The position of a gradient in its bucket decides in which
+        order the ranks' values are added. A resumed run, whose first step is another one, would round differently.
 
         Communication: one all_reduce of the gradients.
         """
         zero, carried = self.engine(None, 1)
-        with without_gradient_hooks([*self.model.parameters()]):  # the task's own may count, or average, what they see
+        with without_gradient_hooks([*self.model.parameters()]):  # the task's own may count, or average, gradients
             run_backward(zero, (carried, torch.zeros_like(carried)))
         for parameter in self.objective.parameters():
             parameter.grad = None
 
     def forward_backward(self, microbatches: Iterable[Microbatch], *, global_samples: int, requests: Requests) -> None:
-        """Accumulate without traffic; the last microstep's backward carries the all-reduce."""
+        """Accumulate without communication; the last microstep's backward starts the all-reduce."""
         self.sums.begin(requests)
         self.last_gradient_time = None
         if self.compression is not None:
@@ -176,7 +178,7 @@ class DDP(Strategy):
         root, carried = self.engine(microbatch, global_samples)
         facts = self._facts(self.sums.terms[-1], requests)
         if self.compression is not None:
-            # what is compressed is no place for exact numbers
+            # compressed buckets cannot carry exact numbers
             self._own_facts += facts
             facts = torch.zeros_like(facts)
         run_backward(root, (carried, facts))
@@ -188,7 +190,7 @@ class DDP(Strategy):
         if isinstance(count, Tensor) or count != term.factor:
             count = count.to(carrier, non_blocking=True) if isinstance(count, Tensor) else torch.full_like(loss, count)
             return torch.stack([loss * term.factor, count, *(torch.full_like(loss, request) for request in requests)])
-        # a mean over samples: the same few counts every step, so the constants are made once
+        # a mean over samples has the same few counts in every step, so the constants are made once
         if (count, requests) not in self._fixed_facts:
             self._fixed_facts[count, requests] = (
                 torch.tensor([0.0, count, *requests], dtype=carrier.dtype, device=carrier.device),
@@ -216,7 +218,7 @@ class DDP(Strategy):
         for hook in self._arrival_hooks:
             hook.remove()
         if self._arrivals:
-            # autograd's order is the same every step: only the last gradient's arrival is worth a hook
+            # autograd's order is the same in every step: a hook on the last gradient is enough
             self._arrivals[-1].register_post_accumulate_grad_hook(self._note_arrival)
         self._arrivals.clear()
 
@@ -226,7 +228,8 @@ class DDP(Strategy):
     def sync_gradients(self) -> StepFacts:
         """Read the facts that came with the gradients; DDP has waited for both at the end of backward.
 
-        Communication: beyond DDP's own, one all_reduce for each gradient of a parameter that was unfrozen on the way.
+        Communication: in addition to DDP's own, one all_reduce for each gradient of a parameter that was unfrozen
+        during the run.
         """
         add_up_gradients(self._late, self.group)
         for parameter in self._late:
@@ -247,7 +250,7 @@ class DDP(Strategy):
         return StepFacts(summed, self.sums.terms)
 
     def follow_freezing(self, freezing: Freezing) -> None:
-        """Reduce the gradients of what was unfrozen by themselves: DDP has them in no bucket.
+        """Reduce the gradients of unfrozen parameters one by one: they are in no bucket of DDP.
 
         Raises:
             TaskInvalid: Parameters were frozen, and DDP waits for all of them.
@@ -264,7 +267,7 @@ class DDP(Strategy):
         self._late = [p for p in self.trainable if id(p) not in self._in_buckets]
 
     def skip_step(self) -> None:
-        """Forget the errors of compression too."""
+        """Skip the step, and discard the errors of compression too."""
         super().skip_step()
         if self.compression is not None:
             self.compression.undo_step()
@@ -277,17 +280,17 @@ class DDP(Strategy):
     replica = whole_replica
 
     def sent_bytes(self, num_microsteps: int) -> int:
-        """Return 2 (P-1)/P of the gradients' bytes, what a bandwidth-optimal all-reduce sends; less if compressed."""
+        """Return 2 (P-1)/P of the gradients' bytes, as a bandwidth-optimal all-reduce sends; less if compressed."""
         if self.compression is not None:
             return self.compression.step.sent_bytes
         world_size = self.group.world_size
         return 2 * (world_size - 1) * self._reduced_bytes // world_size
 
     def measured(self) -> "dict[str, float] | Callable[[], dict[str, float]] | None":
-        """Return what compression saved, and its error; on an accelerator what reads it later."""
+        """Return the savings and the error of compression; on an accelerator a function that reads them later."""
         return None if self.compression is None else self.compression.measured(self.device)
 
     def close(self) -> None:
-        """Let DDP's reducer go before the process group does."""
+        """Destroy DDP's reducer before the process group."""
         self.sums.begin(NO_REQUESTS)
         del self.engine

@@ -1,4 +1,4 @@
-"""Common part of the strategies that keep replicas of a model on the devices of one process."""
+"""Base of the strategies that keep replicas of a model on the devices of one process."""
 
 from torch import nn
 
@@ -13,12 +13,12 @@ from dure.strategies.state.objects.object_state import is_inside, plain_attribut
 
 
 class DeviceReplicas(Strategy):
-    """A thread for each device, and the model on the first of them."""
+    """Strategy with one thread per device, and the model on the first device."""
 
     rules = WeightRules(changes_in_step_only=True, freezing="followed")
 
     def check_traits(self, model: nn.Module) -> list[str]:
-        """Refuse state that replicas cannot share too: that of several modules, and what forward leaves elsewhere."""
+        """Refuse also state that replicas cannot share: state of several modules, or kept elsewhere by forward."""
         faults = super().check_traits(model)
         if (outside := self.traits.forward_state) and len(self.devices) > 1:
             faults.append(
@@ -45,7 +45,7 @@ class DeviceReplicas(Strategy):
         return self.sums.step_facts()
 
     def bytes_between_devices(self) -> int:
-        """Return the bytes of parameters and buffers out from device 0 and of gradients back, once."""
+        """Return the bytes of parameters and buffers sent by device 0 and of gradients sent back, once."""
         state = [*self.model.parameters(), *self.model.buffers()]
         out = sum(t.numel() * t.element_size() for t in state)
         back = sum(p.numel() * p.element_size() for p in self.trainable)
@@ -57,7 +57,7 @@ class DeviceReplicas(Strategy):
         return [self.model, *(replica.model for replica in others)]
 
     def close(self) -> None:
-        """End the threads."""
+        """Stop the threads."""
         self._threads.close()
 
 

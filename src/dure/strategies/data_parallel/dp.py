@@ -29,27 +29,27 @@ class EvenParts(BatchParts):
         return [part for size in self.microbatches(num_samples) for part in shares(size, self._num_devices) if part]
 
     def calls_per_step(self) -> int:
-        """Return the microbatches: the loss itself is computed on device 0 alone."""
+        """Return the number of microbatches: the loss itself is computed on device 0 alone."""
         return len(self.microbatches(self.spec.global_batch_size))
 
     def process_size(self, microbatch_size: int) -> int:
-        """Every device gets its part of what the process gets."""
+        """Return the samples of a microbatch of which every device gets `microbatch_size`."""
         return microbatch_size * self._num_devices
 
     def device_size(self, num_samples: int) -> int:
-        """The first device has as many as any."""
+        """Return the samples of the first device, which has as many as any other."""
         return -(-num_samples // self._num_devices)
 
 
 class DataParallel(DeviceReplicas):
-    """One process, many devices, loss on device 0."""
+    """One process with many devices; the loss is computed on device 0."""
 
     def __init__(self, context: StrategyContext) -> None:
         super().__init__(context)
         self.parts = EvenParts(self.spec, self.share.count, len(self.devices))
 
     def distribute(self) -> None:
-        """Start the threads, and take the calls of the model that the task's loss makes."""
+        """Start the threads, and intercept the calls of the model by the task's loss."""
         super().distribute()
         self._calls = DividedCalls(self.model, self.devices, self._threads)
 
@@ -63,10 +63,10 @@ class DataParallel(DeviceReplicas):
             self.sums.add(term)
 
     def sent_bytes(self, num_microsteps: int) -> int:
-        """Parameters and buffers out from device 0 and gradients back, every microstep."""
+        """Return the bytes of parameters and buffers sent by device 0 and of gradients sent back, every microstep."""
         return num_microsteps * self.bytes_between_devices()
 
     def close(self) -> None:
-        """End the threads, and leave the model as it was."""
+        """Stop the threads, and restore the model's forward."""
         self._calls.close()
         super().close()

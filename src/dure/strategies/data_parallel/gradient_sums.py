@@ -1,4 +1,4 @@
-"""Gradients added up over ranks one by one: the plainest way, and the way of those that are in no bucket."""
+"""Sums of gradients over ranks, one gradient at a time: the simplest method, also for gradients in no bucket."""
 
 from collections.abc import Callable, Sequence
 
@@ -12,12 +12,12 @@ from dure.comm.groups import Group
 def add_up_gradients(
     parameters: Sequence[nn.Parameter], group: Group, add_up: Callable[[Tensor], object] | None = None
 ) -> None:
-    """Add up each gradient that any rank has; one that no rank has stays None, as on one device.
+    """Sum each gradient that any rank has; a gradient that no rank has stays None, as on one device.
 
     Args:
         parameters: The same on every rank, on one device.
         group: All ranks.
-        add_up: Replaces a flat tensor by its sum over all ranks; None for the group's own way.
+        add_up: Replaces a flat tensor by its sum over all ranks; None for the group's own method.
 
     Communication: one all_reduce of a number per parameter, and one of each gradient.
     """

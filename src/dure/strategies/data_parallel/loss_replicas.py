@@ -1,4 +1,4 @@
-"""The task's loss on several devices of one process: each gets a task of its own, as each rank has one under ddp."""
+"""Task's loss on several devices of one process: each device has its own task, as each rank has under ddp."""
 
 import copy
 from collections import deque
@@ -19,21 +19,21 @@ Loss = Callable[[nn.Module, Any], Any]
 
 
 _MOST_WRAPPERS = 8
-"""Functions around a loss, each inside the next; one may hold itself."""
+"""Maximum nesting of functions around a loss; a function may contain itself."""
 
 
 class LossReplicas:
-    """A loss for each device, for one step.
+    """Losses of one step, one per device.
 
-    The first device's task is the run's own. What the losses set on the others is compared with it and dropped.
+    The first device's task is the run's own. State that the losses set on the others is compared with it and dropped.
     """
 
     def __init__(self, loss: Loss, model: nn.Module, num_devices: int) -> None:
-        """Make them.
+        """Create them.
 
         Args:
             loss: The task's bound method, or any function.
-            model: The run's.
+            model: Model of the run.
             num_devices: At least one.
         """
         method = _method_of(loss)
@@ -47,7 +47,7 @@ class LossReplicas:
 
     @contextmanager
     def running(self) -> Iterator[None]:
-        """Blame a failure on what several devices change at once, if they do.
+        """Attribute a failure to objects that several devices change at the same time, if there are any.
 
         Raises:
             TaskInvalid: A loss changed an object that all devices have in common.
@@ -65,14 +65,7 @@ class LossReplicas:
             )
 
     def settle(self, devices: Sequence[int]) -> None:
-        """Compare what the losses of a step have set, and leave on the run's task what is the same for all of them.
-
-        Args:
-            devices: Numbers of those that had samples.
-
-        Raises:
-            TaskInvalid: A loss changed an object that all devices have in common.
-        """
+        """Compare the state that the losses of a step have set, and keep on the run's task what is equal on all."""
         if len(devices) > 1:
             self._check_shared()
         if not self._tasks:
@@ -101,7 +94,7 @@ def _bound_to(task: Any, loss: Any, depth: int = _MOST_WRAPPERS) -> Any:
         return MethodType(loss.__func__, task)
     if _method_of(loss, depth) is None:
         return loss
-    # what the function keeps apart from the method stays one for all devices
+    # state of the function other than the method is shared by all devices
     cells = tuple(
         cell
         if (held := cell_contents(cell)) is MISSING or _method_of(held) is None
@@ -114,7 +107,7 @@ def _bound_to(task: Any, loss: Any, depth: int = _MOST_WRAPPERS) -> Any:
 
 
 def same_everywhere(name: str, device: torch.device) -> Gathering:
-    """Return what takes over what each device's loss or forward pass keeps, if it is the same on all of them."""
+    """Return a join of the state that each device's loss or forward pass keeps; it must be equal on all of them."""
     cure = "balanced_dp computes a loss on each device; use dp, which computes one, or ddp"
     return Gathering(device=device, counts=(), subject="the loss or the model keeps", name=name, cure=cure)
 
@@ -134,5 +127,5 @@ def _shallow_copy(task: Any) -> Any:
 
 
 def _own(value: Any) -> Any:
-    """Return a copy of what a loss may add to; of data, which may be large, only the outermost container."""
+    """Return a copy of a value to which a loss may add; of data, which may be large, only the outermost container."""
     return copy.copy(value) if issubclass(type(value), list | dict | set | deque) else value

@@ -14,7 +14,7 @@ class Buckets(StrategyOptions):
 
 
 class Compressing(StrategyOptions):
-    """Options of strategies that can send gradients smaller than they are."""
+    """Options of strategies that can compress gradients."""
 
     compression: Literal["fp16", "bf16", "powersgd", "topk", "int8"] | None = Field(
         None, description="send gradients smaller than they are (not exact)"
@@ -31,7 +31,7 @@ class DDPOptions(Compressing, Buckets):
 
 
 class RingDDPOptions(Compressing):
-    """Options of ring_ddp, under the names that they have in Apex."""
+    """Options of ring_ddp, with their names in Apex."""
 
     message_size: int = Field(10_000_000, gt=0, description="gradient elements of a bucket")
     delay_allreduce: bool = Field(False, description="send nothing before backward has ended")

@@ -1,10 +1,10 @@
-"""Data parallelism with a reducer of our own: one flat gradient buffer, buckets, any all-reduce algorithm.
+"""Data parallelism with dure's own reducer: one flat gradient buffer, buckets, any all-reduce algorithm.
 
-What torch's DDP does (Li et al. 2020), in the open and over `dure.comm`: gradients are views into one flat buffer;
-buckets of it are filled in reverse order by backward, and reduced while backward still runs: on the CPU by another
-thread, on an accelerator by its own asynchronous calls. Apex's
-options have their own names here: `message_size`, `delay_allreduce`, `allreduce_always_fp32`, `gradient_average`,
-`gradient_predivide_factor`. Its plain twin is `naive_ddp`.
+It does what torch's DDP does (Li et al. 2020), openly and over `dure.comm`. Gradients are views into one flat buffer.
+Backward fills its buckets in reverse order, and they are reduced while backward still runs: on the CPU by another
+thread, on an accelerator by asynchronous calls. Apex's options have their own names here: `message_size`,
+`delay_allreduce`, `allreduce_always_fp32`, `gradient_average`, `gradient_predivide_factor`. The simple counterpart is
+`naive_ddp`.
 """
 
 import queue
@@ -34,7 +34,7 @@ NUM_FACTS = 4
 
 
 class RingDDP(Strategy):
-    """A process per device; flat gradients, reduced in buckets by an algorithm of `dure.comm`."""
+    """One process per device; flat gradients, reduced in buckets by an algorithm of `dure.comm`."""
 
     options: RingDDPOptions
 
@@ -56,16 +56,16 @@ class RingDDP(Strategy):
         ]
 
     def distribute(self) -> None:
-        """Begin with rank 0's weights everywhere, and lay out the buffer."""
+        """Send rank 0's weights to all ranks, and lay out the buffer."""
         super().distribute()
         options, world_size = self.options, self.group.world_size
         if self.traits.nonlinear_gradients and options.compression is None:
-            # to multiply the losses is not the same then
+            # gradients that are nonlinear in the loss change if the losses are multiplied
             options = options.model_copy(update={"gradient_average": False, "gradient_predivide_factor": 1.0})
         self.group.broadcast([*self.model.parameters(), *self.model.buffers()])
-        # a gradient is a weighted sum over ranks: what the options divide by, the losses are multiplied by
+        # a gradient is a weighted sum over ranks: losses are multiplied by the divisor of the options
         self.gradient_divisor = world_size if options.gradient_average else options.gradient_predivide_factor
-        # a group of its own: synchronised BatchNorm speaks in the default one while buckets are under way
+        # a separate group: synchronised BatchNorm uses the default one while buckets are being reduced
         self._process_group = self.group.subgroup() if world_size > 1 else None
         check_compression(options.compression, self.model, self.precision.scaler is not None)
         algorithm = open_chosen(self.spec.comm, self.device.type, self.group, self._process_group)
@@ -76,17 +76,17 @@ class RingDDP(Strategy):
             zeros=algorithm.zeros,
         )
         self._late: list[nn.Parameter] = []
-        """Parameters that were unfrozen on the way."""
+        """Parameters that were unfrozen during the run."""
         self._facts = self.gradients.tail[:NUM_FACTS]
         self._used = self.gradients.tail[NUM_FACTS:]
-        # on an accelerator the host only queues calls. A thread of its own would queue them among those of autograd's
-        # thread (synchronised BatchNorm) in an order that differs from rank to rank, and the ranks would wait for ever
+        # On an accelerator the host only queues calls. Another thread would queue them among those of autograd's thread
+        # (synchronised BatchNorm), in an order that differs between ranks: a deadlock.
         has_thread = self.device.type == "cpu"
         self.compression = self.carried = self._open_compression()
         self.reducer = BucketReducer(algorithm, options, world_size, self.compression, has_thread=has_thread)
         self._is_overlapped = len(self.gradients.buckets) > 1 and not options.delay_allreduce
         self._reached: list[nn.Parameter] = []
-        """Parameters that backward has given a gradient in this step."""
+        """Parameters to which backward has given a gradient in this step."""
         self._waiting = [set[int]()] * 0
         self._launched = 0
         self._is_last = False
@@ -108,7 +108,7 @@ class RingDDP(Strategy):
         )
 
     def describe(self) -> list[str]:
-        """Say which algorithm adds the gradients up."""
+        """Return the name of the algorithm that sums the gradients."""
         num_buckets = len(self.gradients.buckets)
         when = "while backward runs" if self._is_overlapped else "after backward"
         return [
@@ -119,7 +119,7 @@ class RingDDP(Strategy):
     # backward
 
     def forward_backward(self, microbatches: Iterable[Microbatch], *, global_samples: int, requests: Requests) -> None:
-        """Accumulate without traffic; the last microstep's backward launches the buckets that it fills."""
+        """Accumulate without communication; the last microstep's backward launches the buckets that it fills."""
         self.sums.begin(requests)
         self._reached.clear()
         self._waiting = [set(bucket.positions) for bucket in self.gradients.buckets]
@@ -151,7 +151,7 @@ class RingDDP(Strategy):
                     "backward twice, as reentrant activation checkpointing does): pass --ring-ddp.delay-allreduce"
                 )
             self._waiting[bucket].discard(position)
-            # every rank must reduce in one order, so a full bucket waits for those before it
+            # every rank must reduce in the same order, so a full bucket waits for those before it
             while self._launched < last and not self._waiting[self._launched]:
                 self.reducer.launch(self.gradients.buckets[self._launched])
                 self._launched += 1
@@ -161,7 +161,7 @@ class RingDDP(Strategy):
     # communication
 
     def sync_gradients(self) -> StepFacts:
-        """Send what backward has not, the facts with the last bucket, and wait for all of it."""
+        """Send the remaining buckets, the facts with the last, and wait for all of them."""
         self._write_tail()
         rest = self.gradients.buckets[self._launched :]
         if self._launched == 0:
@@ -197,29 +197,29 @@ class RingDDP(Strategy):
             self._used.copy_(torch.tensor([float(id(p) in reached) for p in self.trainable], dtype=self._used.dtype))
             for parameter, view in zip(self.trainable, self.gradients.views, strict=True):
                 if id(parameter) not in reached:
-                    view.zero_()  # what lies there is of the step before
+                    view.zero_()  # it contains values of the step before
 
     def _take_others(self) -> None:
-        """Take gradients that only others had. A parameter that no rank used gets none: a zero would carry momentum."""
+        """Take gradients that only other ranks had. Unused parameters get none: a zero would apply momentum."""
         if self._is_all_reached:
-            return  # by this rank at least; an accelerator need not be waited for
+            return  # used by this rank at least; no need to wait for an accelerator
         used = self._used.tolist()
         for parameter, view, by_any in zip(self.trainable, self.gradients.views, used, strict=True):
             parameter.grad = view if by_any else None
 
     def follow_freezing(self, freezing: Freezing) -> None:
-        """Reduce the gradients of what was unfrozen by themselves: they are in no bucket."""
+        """Reduce the gradients of unfrozen parameters one by one: they are in no bucket."""
         in_buckets = {id(parameter) for parameter in self.trainable}
         self._late = [p for p in self.model.parameters() if p.requires_grad and id(p) not in in_buckets]
 
     def zero_gradients(self) -> None:
-        """Drop all gradients, also those of parameters that were unfrozen on the way."""
+        """Drop all gradients, also those of parameters that were unfrozen during the run."""
         super().zero_gradients()
         for parameter in self._late:
             parameter.grad = None
 
     def skip_step(self) -> None:
-        """Forget the errors of compression too."""
+        """Skip the step, and discard the errors of compression too."""
         super().skip_step()
         if self.compression is not None:
             self.compression.undo_step()
@@ -227,21 +227,21 @@ class RingDDP(Strategy):
     replica = whole_replica
 
     def sent_bytes(self, num_microsteps: int) -> int:
-        """Return what the algorithm sends for every bucket, compressed if it is."""
+        """Return the bytes that the algorithm sends for all buckets, after compression if there is one."""
         compressed = 0 if self.compression is None else self.compression.step.sent_bytes
         return compressed + sum(self.reducer.sent_bytes_for(bucket) for bucket in self.gradients.buckets)
 
     def measured(self) -> "dict[str, float] | Callable[[], dict[str, float]] | None":
-        """Return what compression saved, and its error; on an accelerator what reads it later."""
+        """Return the savings and the error of compression; on an accelerator a function that reads them later."""
         return None if self.compression is None else self.compression.measured(self.device)
 
     def close(self) -> None:
-        """End the thread, and let go of the algorithm."""
+        """Stop the thread, and close the algorithm."""
         self.reducer.close()
 
 
 class BucketReducer:
-    """Adds buckets up over all ranks, in the order in which they are launched."""
+    """Reducer that sums buckets over all ranks, in the order in which they are launched."""
 
     def __init__(
         self,
@@ -252,21 +252,22 @@ class BucketReducer:
         *,
         has_thread: bool = True,
     ) -> None:
-        """Prepare.
+        """Prepare the reducer.
 
         Args:
-            algorithm: Adds up.
-            options: How gradients are divided and widened.
+            algorithm: All-reduce algorithm.
+            options: Options for dividing and widening gradients.
             world_size: Number of ranks.
-            compression: Reduces in the place of the algorithm, if there is one.
-            has_thread: Reduce launched buckets in another thread; otherwise the algorithm's own asynchrony has to do.
+            compression: Reduces in place of the algorithm, if there is one.
+            has_thread: Reduce launched buckets in another thread; otherwise only the algorithm's calls are
+                asynchronous.
         """
         self.algorithm = algorithm
         self.compression = compression
         self._is_widened = options.allreduce_always_fp32
         self._predivide = options.gradient_predivide_factor
         self._postdivide = world_size / self._predivide if options.gradient_average else 1.0
-        # the plain mean is the algorithm's own, which divides each shard once instead of every rank everything
+        # the plain mean is left to the algorithm, in which a rank divides its shard only instead of the whole vector
         is_mean = options.gradient_average and self._predivide == 1.0
         self._op: ReduceOp = "mean" if is_mean else "sum"
         self._launched: queue.SimpleQueue[Bucket | None] = queue.SimpleQueue()
@@ -274,11 +275,11 @@ class BucketReducer:
         self._num_under_way = 0
         self._has_thread = has_thread
         self._finishes: list[Callable[[], None]] = []
-        """Ends of the reductions that were begun in the thread of their caller."""
+        """Functions that finish the reductions begun in the caller's thread."""
         self._thread: threading.Thread | None = None
 
     def launch(self, bucket: Bucket) -> None:
-        """Let the bucket be reduced while the caller goes on; it may not be touched until `wait`."""
+        """Start to reduce a bucket in the background; it may not be touched until `wait`."""
         if not self._has_thread:
             self._finishes.append(self._begin(bucket))
             return
@@ -289,10 +290,10 @@ class BucketReducer:
         self._launched.put(bucket)
 
     def wait(self) -> None:
-        """Wait for all that was launched.
+        """Wait for all launched buckets.
 
         Raises:
-            RuntimeError: A peer went away.
+            RuntimeError: A peer is gone.
         """
         finishes, self._finishes = self._finishes, []
         for finish in finishes:
@@ -317,7 +318,7 @@ class BucketReducer:
         self._begin(bucket)()
 
     def _begin(self, bucket: Bucket) -> Callable[[], None]:
-        """Begin to reduce a bucket, and return what ends it."""
+        """Start to reduce a bucket, and return a function that finishes it."""
         if self.compression is not None:
             self.compression.reduce_mean(bucket.gradients, bucket.index)
             return self.algorithm.start(bucket.tail, "mean") if bucket.tail.numel() else lambda: None
@@ -347,7 +348,7 @@ class BucketReducer:
         return self.algorithm.sent_bytes_for(vector.numel(), width)
 
     def close(self) -> None:
-        """End the thread after what was launched."""
+        """Stop the thread after the launched buckets."""
         if self._thread is not None:
             self._launched.put(None)
             self._thread.join()

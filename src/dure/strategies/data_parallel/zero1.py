@@ -1,10 +1,10 @@
 """ZeRO stage 1: gradients as under ddp, the optimiser's state divided over the ranks.
 
 Rajbhandari et al. 2020, section 5.1 (P_os). Every rank has all gradients, steps a part of the parameters, and sends
-these to the others; no rank keeps momentum of what another rank steps. The engine is torch's ZeroRedundancyOptimizer,
-which deals out whole parameters, the largest first, to the rank that has least. What dure adds: the task's own
-optimiser goes on as the one of this rank's part, whatever its class and constructor; frozen parameters are neither
-dealt out nor sent; and checkpoints, into which each rank writes its part.
+these to the others; no rank keeps momentum of parameters that another rank steps. The engine is torch's
+ZeroRedundancyOptimizer, which assigns whole parameters, the largest first, to the rank with the least. dure adds three
+things: the task's own optimiser steps this rank's part, whatever its class and constructor; frozen parameters are
+neither assigned nor sent; and each rank writes its part into checkpoints.
 """
 
 from dataclasses import replace
@@ -26,7 +26,7 @@ from dure.strategies.state.tensor_shard import Needs, rectangles
 
 
 class ZeRO1(DDP):
-    """DDP whose optimiser is divided: `optimizer` has all parameter groups, `stepped` has this rank's part."""
+    """DDP with a divided optimiser: `optimizer` has all parameter groups, `stepped` has this rank's part."""
 
     rules = WeightRules(
         changes_in_step_only=True,
@@ -39,7 +39,7 @@ class ZeRO1(DDP):
 
     @classmethod
     def import_late_parts(cls) -> None:
-        """Import the divided optimisers: 0.8 s of processor time in every rank."""
+        """Import the optimisers of torch.distributed: 0.8 s of processor time in every rank."""
         torchcompat.import_distributed_optim()
 
     @classmethod
@@ -65,15 +65,15 @@ class ZeRO1(DDP):
         ]
 
     def distribute(self) -> None:
-        """Wrap the model in DDP, and leave this rank its part of the optimiser."""
+        """Wrap the model in DDP, and reduce the optimiser to this rank's part."""
         if faults := self.check_optimizer(self.optimizer):
             raise TaskInvalid("; ".join(faults))
         super().distribute()
         self._group_names = group_names(self.model, self.stepped)
         groups = [dict(group) for group in self.stepped.param_groups]
         self.optimizer = divide(self.stepped)
-        self.optimizer.defaults |= self.stepped.defaults  # a scheduler of torch's looks there for what it may set
-        # torch's would deal all parameters out again, in a rehearsal of the schedule too
+        self.optimizer.defaults |= self.stepped.defaults  # torch's schedulers look there for the settings that exist
+        # torch's would assign all parameters again, in a rehearsal of the schedule too
         self.optimizer.add_param_group = self.refuse_group  # type: ignore[method-assign]
         run_around_all(self.optimizer, self.stepped, groups)
         own: list[nn.Parameter] = [parameter for group in self.stepped.param_groups for parameter in group["params"]]
@@ -89,7 +89,7 @@ class ZeRO1(DDP):
         return StrategyState(model=self.model.state_dict(), optimizer=optimizer, is_spread=True)
 
     def load_state_dict(self, source: StateSource) -> None:
-        """Take over the weights, and of the optimiser's state what this rank's part needs."""
+        """Load the weights, and the part of the optimiser's state that this rank needs."""
         source.load_model(self.model)
         source.load_optimizer(self.model, self.stepped, whole=self._group_names)
         self.optimizer.state = self.stepped.state
@@ -97,24 +97,24 @@ class ZeRO1(DDP):
             group.update({key: value for key, value in loaded.items() if key != "params"})
 
     def needs(self) -> Needs:
-        """Return all of the weights, and of the optimiser's state that of the parameters that this rank steps."""
+        """Return a request for all weights, and for the optimiser state of the parameters that this rank steps."""
         own = {id(parameter) for group in self.stepped.param_groups for parameter in group["params"]}
         named = self.model.named_parameters(remove_duplicate=False)
         return replace(super().needs(), optimizer=rectangles((name, p) for name, p in named if id(p) in own))
 
     def replica(self) -> ReplicaState:
-        """Every rank holds all weights, and state of the optimiser that no other has."""
+        """Return the weights, which every rank has; optimiser state is on one rank only."""
         return replica_state("all", self.model.named_parameters(), model=self.model)
 
     def sent_bytes(self, num_microsteps: int) -> int:
-        """Return what the gradients' all-reduce sends, and this rank's part of the parameters to every other rank."""
+        """Return the bytes of the gradients' all-reduce, and of this rank's parameters to every other rank."""
         return super().sent_bytes(num_microsteps) + (self.group.world_size - 1) * self._own_bytes
 
 
 def divide(optimizer: Optimizer) -> Optimizer:
-    """Make an optimiser the one of this rank's part of the parameters, and return the one of all ranks over it.
+    """Reduce an optimiser to this rank's part of the parameters, and return an optimiser of all ranks over it.
 
-    The object itself goes on, not another of its class: only its maker knows the constructor's arguments.
+    The object itself is kept, because the constructor's arguments for another one are unknown.
     """
     groups = [
         {
@@ -127,7 +127,7 @@ def divide(optimizer: Optimizer) -> Optimizer:
     def take_part(part: list[dict[str, Any]]) -> Optimizer:
         kept = {id(parameter) for group in part for parameter in group["params"]}
         optimizer.param_groups = part
-        # some have state from the start (Adagrad)
+        # some optimisers have state from the start (Adagrad)
         for parameter in [parameter for parameter in optimizer.state if id(parameter) not in kept]:
             del optimizer.state[parameter]
         return optimizer
@@ -137,5 +137,5 @@ def divide(optimizer: Optimizer) -> Optimizer:
 
 
 def _fit_one_buffer(parameters: list[nn.Parameter]) -> bool:
-    """Return whether parameters can live in one buffer per rank, to be sent at once, and keep their strides there."""
+    """Return whether parameters fit into one buffer per rank, to be sent at once, and keep their strides there."""
     return len({parameter.dtype for parameter in parameters}) == 1 and all(p.is_contiguous() for p in parameters)

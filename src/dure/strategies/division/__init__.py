@@ -1,1 +1,1 @@
-"""Division of batches and optimisers: whether it is exact, and how it is done."""
+"""Division of batches and optimisers: how it is done, and checks that it is exact."""

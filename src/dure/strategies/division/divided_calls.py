@@ -1,4 +1,4 @@
-"""Calls of a model divided over the devices of one process, and answered as one device would."""
+"""Calls of a model divided over the devices of one process, with the result of one device."""
 
 import threading
 from collections.abc import Callable, Hashable, Iterator, Sequence
@@ -27,10 +27,10 @@ class DividedCalls:
     """Interceptor of a model's `forward` while a loss is computed."""
 
     def __init__(self, model: nn.Module, devices: Sequence[torch.device], threads: DeviceThreads) -> None:
-        """Take the place of the model's `forward`.
+        """Replace the model's `forward`.
 
         Args:
-            model: On the first device.
+            model: Model on the first device.
             devices: At least two.
             threads: One for each device.
         """
@@ -42,12 +42,12 @@ class DividedCalls:
         self._inside = threading.local()
         self._verdicts: dict[Hashable, Verdict] = {}
         self._joined: dict[str, list[Tensor]] = {}
-        """Tensors that attributes got when the last call's were joined."""
+        """Tensors that attributes got when those of the last call were joined."""
         model.forward = Intercepted(model.forward, self._call)
 
     @contextmanager
     def of_batch(self, num_samples: int) -> Iterator[None]:
-        """Divide the calls that are made inside.
+        """Divide the calls made inside the context.
 
         Communication: every divided call sends parameters and buffers to the other devices.
         """
@@ -105,7 +105,7 @@ class DividedCalls:
         return run
 
     def _verdict(self, call: Call, parts: Sequence[Call], counts: list[int], state: Hashable) -> Verdict:
-        """Return what is known of calls of this kind; the first is computed whole and divided."""
+        """Return the findings about calls of this kind; the first call is computed whole and divided."""
         kind = (_signature(call), state, self._model.training)
         if kind not in self._verdicts:
             self._inside.value = True
@@ -114,7 +114,7 @@ class DividedCalls:
             finally:
                 self._inside.value = False
             if sum(counts) != self._num_samples and not verdict.is_compared:
-                # rows that are not the batch's samples may be divided where that is known to change nothing
+                # rows that are not the batch's samples may be divided if that is known to change nothing
                 split_batch(call, [self._num_samples])
             self._verdicts[kind] = verdict
         return self._verdicts[kind]
@@ -129,7 +129,7 @@ class DividedCalls:
     def _join_attributes(
         self, before: ForwardAttributes, changes: list[dict[str, Any]], counts: list[int], verdict: Verdict
     ) -> None:
-        """Give the model's modules what the replicas' have set, joined as outputs are."""
+        """Set on the model's modules the attributes that the replicas have set, joined like outputs."""
         for name, value in changes[0].items():
             found = verdict.attributes.get(name, Comparison())
             try:
@@ -141,7 +141,7 @@ class DividedCalls:
             self._joined[name] = [tensor for tensor in tensors_in(joined) if id(tensor) not in own]
 
     def _disown_joined(self) -> None:
-        """Hide in this call what the last one kept: it is of all samples, and a device has its own."""
+        """Hide in this call the state kept by the last one: it is of all samples, but a device has its own."""
         for name, tensors in self._joined.items():
             prefix, _, attribute = name.rpartition(".")
             kept = vars(self._model.get_submodule(prefix))
@@ -150,7 +150,7 @@ class DividedCalls:
         self._joined = {}
 
     def close(self) -> None:
-        """Give the model its own `forward` back."""
+        """Restore the model's own `forward`."""
         forward = vars(self._model).get("forward")
         if isinstance(forward, Intercepted):
             self._model.forward = forward.original
@@ -166,10 +166,10 @@ def _without(value: Any, tensors: list[Tensor], name: str) -> Any:
 
 
 def check_parameters(replicas: Sequence[Replica]) -> None:
-    """Refuse parameters that a call has changed in place to something else on each device.
+    """Refuse parameters that a call has changed in place to different values on each device.
 
     Raises:
-        TaskInvalid: Names the first.
+        TaskInvalid: Parameters differ; the message names the first.
     """
     for replica in replicas:
         if (name := replica.first_changed()) is not None:
@@ -180,7 +180,7 @@ def check_parameters(replicas: Sequence[Replica]) -> None:
 
 
 def _num_rows(call: Call, num_samples: int) -> int:
-    """Return the rows by which a call is divided: the batch's samples, or else the only length that its tensors have.
+    """Return the rows by which a call is divided: the batch's samples, or else the only length of its tensors.
 
     A call without tensors has none.
     """
@@ -198,7 +198,7 @@ def _has_rows(value: Any, num_rows: int) -> bool:
 
 
 def _signature(value: Any) -> Hashable:
-    """Return what calls of one kind have in common: classes, dtypes and words, but no sizes and no numbers."""
+    """Return the common features of calls of one kind: classes, dtypes and strings, but no sizes and no numbers."""
     if isinstance(value, Tensor | np.ndarray):
         return type(value), value.dtype, value.ndim
     if isinstance(value, str | bool):

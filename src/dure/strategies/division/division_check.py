@@ -1,7 +1,8 @@
-"""Comparison of one call of a model, computed whole and divided, on replicas that are thrown away.
+"""Comparison of one call of a model, computed whole and divided, on replicas that are discarded.
 
-Sizes can coincide: an attention mask may be as long as the batch, a statistic as long as a device's part of it. And a
-model may mix samples in a way that no size shows. Both give another output for the whole batch than for its parts.
+Sizes can coincide: an attention mask may be as long as the batch, a statistic as long as a device's part of it. Also, a
+model may mix samples in a way that no size shows. In both cases the output for the whole batch differs from that for
+its parts.
 """
 
 import warnings
@@ -37,7 +38,7 @@ class Comparison:
     shared: set[Path] = field(default_factory=set)
     """Values without samples, though as long as a device's part."""
     wrong: set[Path] = field(default_factory=set)
-    """Values that differ from what one device has."""
+    """Values that differ from those of one device."""
 
 
 @dataclass
@@ -48,7 +49,7 @@ class Verdict:
     attributes: dict[str, Comparison] = field(default_factory=dict)
     """Comparisons by the attribute's name in the model."""
     is_compared: bool = False
-    """True if the numbers could be compared, and not only their shapes: random draws differ."""
+    """True if the numbers could be compared, and not only their shapes: random numbers differ."""
 
 
 def compare_division(
@@ -60,26 +61,26 @@ def compare_division(
 ) -> Verdict:
     """Run a call whole and divided.
 
-    Modes, generators, buffers and attributes of the model are left as they are.
+    Modes, generators, buffers and attributes of the model are restored.
 
     Args:
-        model: On the first device, called in its own mode, and in evaluation mode where it draws random numbers.
+        model: Model on the first device, called in its own mode, and in evaluation mode if it draws random numbers.
         devices: One for each part.
         whole: Arguments of the call.
         parts: Arguments of each device's part, on the first device.
         counts: Samples of each part.
 
     Raises:
-        TaskInvalid: The model runs on the whole and not on a part.
-        Exception: The model's own, when it does not run on the whole.
+        TaskInvalid: The model accepts the whole but not a part.
+        Exception: The model's own, if it fails on the whole.
     """
     trial = _Trial(model, devices, counts)
     verdict, is_compared = trial.run(whole, parts, is_training=None)
     if not is_compared:
-        # dropout and BatchNorm's statistics are declared to differ: without them the rest can be compared
+        # differences by dropout and BatchNorm's statistics are declared: without them the rest can be compared
         try:
             quiet, is_compared = trial.run(whole, parts, is_training=False)
-        except Exception:  # it is the training mode that counts
+        except Exception:  # only the training mode matters
             return verdict
         verdict.output.wrong |= quiet.output.wrong if is_compared else set()
     verdict.is_compared = is_compared
@@ -92,10 +93,10 @@ class _Trial:
         self._devices = devices
         self._counts = counts
         self._is_differentiating = False
-        """Gradients need memory, so that they are left out as long as the model runs without."""
+        """True once the model failed without gradients; they are avoided until then to save memory."""
 
     def run(self, whole: Call, parts: Sequence[Call], *, is_training: bool | None) -> tuple[Verdict, bool]:
-        """Run both in a mode; None for the model's own. Return what differs, and whether numbers count."""
+        """Run both in a mode; None for the model's own. Return the differences, and whether numbers were compared."""
         with _kept_generators(self._model, self._devices) as has_drawn:
             alone = self._whole(whole, is_training)
             together = []
@@ -117,7 +118,7 @@ class _Trial:
         except Exception:
             if not torch.is_grad_enabled() or self._is_differentiating:
                 raise
-        # a model may differentiate by itself, such as one that returns forces
+        # a model may differentiate itself, such as one that returns forces
         self._is_differentiating = True
         return self._run_on(0, call, is_training)
 
@@ -128,7 +129,7 @@ class _Trial:
         before = ForwardAttributes(replica.model)
         args, kwargs = to_device(map_tensors(call, lambda tensor: tensor.detach().clone()), self._devices[index])
         with warnings.catch_warnings(), torch.set_grad_enabled(self._is_differentiating):
-            # a checkpoint complains of inputs without gradients, say
+            # activation checkpointing, for example, warns about inputs without gradients
             warnings.simplefilter("ignore")
             output = replica.model.forward(*args, **kwargs)
         (attributes,) = before.changes([None])
@@ -159,7 +160,7 @@ class _Trial:
 
 
 def _compare(whole: Any, joined: Any, part: Any, path: Path, found: Comparison, are_numbers_compared: bool) -> None:
-    """Note where what the parts were joined to differs from the whole."""
+    """Record the paths at which the joined parts differ from the whole."""
     if type(joined) is NotGathered:
         return
     if type(whole) is not type(joined):
@@ -197,14 +198,14 @@ def _are_alike(one: Any, other: Any, are_numbers_compared: bool) -> bool:
     one, other = (tensor.to_dense() if tensor.layout is not torch.strided else tensor for tensor in (one, other))
     if not one.numel() or bool(one.isnan().any()):
         return True
-    # sums in another order differ by some epsilon, and mixed samples by their own size
+    # sums in another order differ by a few epsilon, mixed samples by their own magnitude
     tolerance = 16 * torch.finfo(one.dtype).eps ** 0.5
     return bool((one - other.to(one.device)).abs().max() <= tolerance * one.abs().max())
 
 
 @contextmanager
 def _kept_generators(model: nn.Module, devices: Sequence[torch.device]) -> Iterator[Callable[[], bool]]:
-    """Put all generators back, those that a model keeps included; yield a function that says if one was drawn from."""
+    """Restore all generators, a model's own included; yield a function that returns whether one was drawn from."""
     own = ObjectState({"model": model})
     with kept_global_randomness(*devices):
         before = GeneratorStates.now(*devices)

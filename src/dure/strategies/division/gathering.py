@@ -1,4 +1,4 @@
-"""Outputs of several devices joined to the output that one device would have had."""
+"""Outputs of several devices, joined to the output that one device would have had."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -16,11 +16,11 @@ from dure.strategies.state.not_gathered import NotGathered
 
 
 def gather(outputs: Sequence[Any], device: torch.device, counts: Sequence[int] | None = None) -> Any:
-    """Join the replicas' outputs: tensors along dim 0, lists of one item per sample one after the other.
+    """Join the replicas' outputs: tensors along dim 0, lists with one item per sample by concatenation.
 
     Args:
         outputs: One of each replica, in the order of the samples.
-        device: Place of the result.
+        device: Device of the result.
         counts: Samples of each replica; None if they are not known, so that tensors of any length are joined.
 
     Raises:
@@ -33,18 +33,18 @@ def gather(outputs: Sequence[Any], device: torch.device, counts: Sequence[int] |
 class Gathering:
     """Join of values that several devices have; others are refused.
 
-    What is equal on all devices stays as it is. A value in a container that cannot be joined becomes a `NotGathered`,
-    since most losses read one or two values of many.
+    Values that are equal on all devices are kept. A value in a container that cannot be joined becomes a `NotGathered`,
+    because most losses read one or two values of many.
     """
 
     device: torch.device
-    """Place of the result."""
+    """Device of the result."""
     counts: Sequence[int] | None = None
     """Samples of each device; None if unknown, so that tensors of any length are joined; empty to join none."""
     shared: frozenset[Path] = frozenset()
     """Paths of tensors that are known to have no samples, whatever their size."""
     wrong: frozenset[Path] = frozenset()
-    """Paths of values that are known to come out otherwise than from one device."""
+    """Paths of values that are known to differ from those of one device."""
     subject: str = "the model returned"
     """Beginning of messages."""
     name: str = ""

@@ -15,13 +15,13 @@ from dure.strategies.state.objects.namespaces import ATOMS, is_users, with_dict
 _MOST_OBJECTS = 2000
 _MOST_LEVELS = 8
 _TORCHS = frozenset(vars(torch.optim.SGD([torch.zeros(1)])))
-"""Attributes that every optimiser has: groups, state and hooks, which are looked at elsewhere."""
+"""Attributes that every optimiser has: groups, state and hooks, which are examined elsewhere."""
 
 
 def held_model(optimizer: Optimizer) -> str | None:
-    """Return where an optimiser, or its step, holds a module or parameters outside its groups; None if nowhere.
+    """Return the place where an optimiser, or its step, holds a module or parameters outside its groups, or None.
 
-    Attributes are looked through, and what functions of the user's own are closed over.
+    Attributes are searched, and the closures of the user's own functions.
     """
     own = {name: value for name, value in vars(optimizer).items() if name not in _TORCHS}
     methods = {
@@ -60,7 +60,7 @@ def _parts(value: Any) -> Iterator[tuple[str, Any]]:
     elif isinstance(value, types.FunctionType):
         if is_users(value):
             for name, cell in zip(value.__code__.co_freevars, value.__closure__ or (), strict=True):
-                with suppress(ValueError):  # nothing was assigned yet
+                with suppress(ValueError):  # the variable is not assigned yet
                     held = cell.cell_contents
                     yield "" if isinstance(held, types.FunctionType) else f"'s {name}", held
     elif (owner := with_dict(value)) is not None:

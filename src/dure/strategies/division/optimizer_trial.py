@@ -1,8 +1,8 @@
-"""Trials of optimisers: given a part of its parameters, does one do to each what it would have done?
+"""Trials of optimisers: does one with a part of its parameters step each as it would with all of them?
 
-Optimisers that are torch's own get one small trial. Others may do something else from some size, step or number of
-parameters on, and are tried further: for more steps, with all parameters, and with large ones. All of these are bounded
-by counts and never by time, because all ranks must come to the same answer.
+Torch's own optimisers get one small trial. Others may behave differently from some size, step or number of parameters
+on, and are tried further: for more steps, with all parameters, and with large ones. All trials are bounded by counts
+and never by time, because all ranks must come to the same result.
 """
 
 import copy
@@ -28,33 +28,36 @@ from dure.torchcompat import is_step_replaced, local_tensor, own_attributes, ste
 _AS_IT_IS = nullcontext()
 NEEDS_CLOSURE = "its step asks for a closure that computes the loss of the whole model again"
 _SCALES = (1.0, 0.01, 100.0)
-"""Sizes of gradients in turn, other ones for neighbours: some act only where a norm, or the largest, passes a bound."""
+"""Sizes of gradients in turn, different for neighbours: some optimisers act only if a norm, or a maximum, exceeds a
+bound.
+"""
 _NUM_STEPS = 12
-"""Steps of a small trial: some optimisers act on a sense of the whole only after a few."""
+"""Steps of a small trial: some optimisers react to all parameters together only after a few steps."""
 _NUM_LONG_STEPS = 128
 _NUM_WIDE_STEPS = 4
 _NUM_LARGE_STEPS = 3
 
 
 def reason_not_to_divide(optimizer: Optimizer) -> str | None:
-    """Return why an optimiser needs all parameters together, or None when parts of it can step on their own.
+    """Return the reason why an optimiser needs all parameters together, or None if parts of it can step separately.
 
-    It is tried out: small stand-ins for a few parameters of each group are stepped together and in two parts, and
-    must come out the same to the bit. Of an optimiser that is not torch's own, further ones are stepped more often,
-    and some of all parameters. The optimiser is left as it was.
+    Small stand-ins for a few parameters of each group are stepped together and in two parts, and the results must be
+    bitwise equal. An optimiser that is not torch's own is also tried for more steps, and with all parameters. The
+    optimiser is restored.
 
     Args:
-        optimizer: As the task built it; its parameters may be on the meta device.
+        optimizer: Optimiser as the task built it; its parameters may be on the meta device.
     """
     return _try(optimizer, _reason_of_parts)
 
 
 def faults_of_parts(optimizer: Optimizer, cannot: str) -> list[str]:
-    """Return why ranks cannot step parts of a model by themselves, a sentence each.
+    """Return the reasons why ranks cannot step parts of a model separately, one sentence each.
 
     Args:
-        optimizer: As the task built it; its parameters may be on the meta device.
-        cannot: Clause about one that needs all parameters together, such as `cannot step each stage by itself`.
+        optimizer: Optimiser as the task built it; its parameters may be on the meta device.
+        cannot: Clause about an optimiser that needs all parameters together, such as `cannot step each stage by
+            itself`.
     """
     if fault := fault_of_hooks(optimizer):
         return [fault]
@@ -68,7 +71,7 @@ def faults_of_parts(optimizer: Optimizer, cannot: str) -> list[str]:
 
 
 def _reason_of_keys(optimizer: Optimizer) -> str | None:
-    """Return why an optimiser that keeps things by parameter needs all of them; None for one that does not."""
+    """Return the reason why an optimiser with state outside `state`, keyed by parameter, needs all of them, or None."""
     for name, value in vars(optimizer).items():
         if name != "state" and isinstance(value, Mapping) and any(isinstance(key, Tensor) for key in value):
             return f"it keeps values of all parameters in an attribute ({name}) and not in its state"
@@ -76,23 +79,23 @@ def _reason_of_keys(optimizer: Optimizer) -> str | None:
 
 
 def reason_not_to_cut(optimizer: Optimizer) -> str | None:
-    """Return why an optimiser needs parameters whole, or None when parts of each can step on their own.
+    """Return the reason why an optimiser needs whole parameters, or None if parts of each can step separately.
 
-    The stand-ins are stepped whole, and cut in two along a dimension, the halves apart from each other. Of an optimiser
-    that is not torch's own, this is done with large ones too, and its operations on parameters of the true shapes are
-    compared with those on small ones.
+    The stand-ins are stepped whole, and cut in two along a dimension, each half separately. An optimiser that is not
+    torch's own is also tried with large ones, and its operations on parameters of the true shapes are compared with
+    those on small ones.
 
     Args:
-        optimizer: As the task built it; its parameters may be on the meta device.
+        optimizer: Optimiser as the task built it; its parameters may be on the meta device.
     """
     return _try(optimizer, _reason_of_halves)
 
 
 def reason_of_classes(optimizer: Optimizer) -> str | None:
-    """Return why an optimiser needs the objects that the model has as parameters, or None if plain ones will do.
+    """Return the reason why an optimiser needs the model's own parameter objects, or None if plain parameters suffice.
 
     Args:
-        optimizer: As the task built it; its parameters may be on the meta device.
+        optimizer: Optimiser as the task built it; its parameters may be on the meta device.
     """
     return _try(optimizer, _reason_of_classes)
 
@@ -108,7 +111,7 @@ def _reason_of_halves(subject: "_Subject") -> str | None:
     small = subject.small()
     reason = small.reason() or small.reason_of_halves()
     if reason is None and any(each.is_floating_point() and each.dtype.itemsize < 4 for each in small.parameters):
-        # in which a few roundings are as much as a step
+        # in which a few roundings are as large as a step
         reason = _Trial(subject, stand_ins.small(subject.trained), _NUM_STEPS, dtype=torch.float32).reason_of_halves()
     if reason is not None or _is_of_torch(subject.optimizer):
         return reason
@@ -125,10 +128,10 @@ def _reason_of_halves(subject: "_Subject") -> str | None:
 
 
 def _reason_of_shapes(subject: "_Subject") -> str | None:
-    """Return why an optimiser is to be taken for one that does something else to large parameters, or None.
+    """Return the reason to assume that an optimiser treats large parameters differently, or None.
 
     Its operations on parameters without values, of the true shapes and of small ones, are compared. None also if it
-    asks for values, so that nothing can be told.
+    needs values, so that nothing can be concluded.
     """
     true, small = (subject.without_values(chosen).traced() for chosen in stand_ins.of_true_shapes(subject.trained))
     if true is None or small is None or true == small:
@@ -143,7 +146,7 @@ def _reason_of_classes(subject: "_Subject") -> str | None:
 
 
 def _is_of_torch(optimizer: Optimizer) -> bool:
-    """Return whether an optimiser steps as torch's own classes do, of which a small trial shows all."""
+    """Return whether an optimiser steps as torch's own classes do, for which a small trial is conclusive."""
     return type(optimizer).__module__.startswith("torch.optim") and not is_step_replaced(optimizer)
 
 
@@ -160,7 +163,7 @@ def _try(optimizer: Optimizer, find_reason: "Callable[[_Subject], str | None]") 
 
 
 class _Subject:
-    """An optimiser as the task built it, and its trials."""
+    """Optimiser as the task built it, and its trials."""
 
     def __init__(self, optimizer: Optimizer) -> None:
         self.optimizer = optimizer
@@ -168,40 +171,40 @@ class _Subject:
         self.state = optimizer.state
         self.trained = [[p for p in group["params"] if p.requires_grad] for group in self.groups]
         self.devices = [parameter.device for group in self.trained for parameter in group]
-        self.step_alone = step_without_hooks(optimizer)  # hooks act on the model, which is not to be changed
+        self.step_alone = step_without_hooks(optimizer)  # hooks act on the model, which must not change
         self.is_sparse = False
-        """True if gradients are given as those of a sparse embedding."""
+        """True if gradients are sparse, as those of a sparse embedding."""
         self._attributes = dict(vars(optimizer))
 
     @property
     def _share(self) -> float:
-        """Share of the elements of usual trials: operations on sparse gradients take far longer."""
+        """Fraction of the elements of usual trials: operations on sparse gradients take far longer."""
         return 1 / 64 if self.is_sparse else 1.0
 
     def put_back_attributes(self) -> None:
-        """Give the optimiser the attributes that it had."""
+        """Restore the attributes of the optimiser."""
         vars(self.optimizer).clear()
         vars(self.optimizer).update(self._attributes)
 
     def take_copies(self) -> None:
-        """Let steps begin with the attributes that the optimiser had, such as a count of its calls, and leave these."""
+        """Set copies of the optimiser's attributes, such as a count of its calls, which steps change instead."""
         vars(self.optimizer).clear()
         vars(self.optimizer).update({name: _copied(value) for name, value in self._attributes.items()})
 
     def small(self) -> "_Trial":
-        """Return a trial of the first parameters of each group, of which an optimiser of torch's own shows all."""
+        """Return a trial of the first parameters of each group, which is conclusive for an optimiser of torch's own."""
         return _Trial(self, stand_ins.small(self.trained), _NUM_STEPS, is_first=True)
 
     def long(self) -> "_Trial":
-        """Return a trial of more steps, for what begins after a warm-up."""
+        """Return a trial of more steps, for effects that begin after a warm-up."""
         return _Trial(self, stand_ins.few(self.trained), _NUM_LONG_STEPS)
 
     def wide(self) -> "_Trial":
-        """Return a trial of all parameters, for what goes by a parameter's place, its size or what it is."""
+        """Return a trial of all parameters, for effects that depend on a parameter's position, size or content."""
         return _Trial(self, stand_ins.wide(self.trained, self._share), _NUM_WIDE_STEPS)
 
     def large(self) -> "_Trial":
-        """Return a trial of large parameters, for what begins at a size."""
+        """Return a trial of large parameters, for effects that begin at a size."""
         return _Trial(self, stand_ins.large(self.trained, self._share), _NUM_LARGE_STEPS)
 
     def without_values(self, chosen: list[StandIn]) -> "_Trial":
@@ -219,7 +222,7 @@ class _Calls(TorchFunctionMode):
     def __torch_function__(
         self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        """Note one; whole numbers among its arguments may be sizes."""
+        """Record an operation; integers among its arguments may be sizes."""
         named = sorted((kwargs or {}).items())
         fractions = [value for value in (*args, *(value for _, value in named)) if isinstance(value, float)]
         self.found.append((getattr(function, "__name__", ""), fractions))
@@ -227,7 +230,7 @@ class _Calls(TorchFunctionMode):
 
 
 class _Trial:
-    """Steps an optimiser over stand-ins of some of its parameters."""
+    """Trial in which an optimiser steps stand-ins for some of its parameters."""
 
     def __init__(
         self,
@@ -239,16 +242,16 @@ class _Trial:
         has_values: bool = True,
         dtype: torch.dtype | None = None,
     ) -> None:
-        """Make stand-ins and their gradients.
+        """Create stand-ins and their gradients.
 
         Args:
             subject: The optimiser.
             chosen: Parameters, in the order of their groups.
             num_steps: Number of steps.
-            is_first: True for stand-ins that are plain tensors, and False for parameters, of the classes that the
-                model's are of and with their plain attributes.
+            is_first: True for stand-ins that are plain tensors; False for parameters with the classes and plain
+                attributes of the model's.
             has_values: False for stand-ins on the meta device.
-            dtype: Of all stand-ins; None for those of the parameters.
+            dtype: Dtype of all stand-ins; None for those of the parameters.
         """
         self._dtype = dtype
         self._subject = subject
@@ -293,7 +296,7 @@ class _Trial:
             if "closure" in str(error).lower():
                 return NEEDS_CLOSURE
             if "sparse" in str(error).lower() and not self._subject.is_sparse:
-                self._subject.is_sparse = True  # it takes no other gradients (SparseAdam)
+                self._subject.is_sparse = True  # it accepts no other gradients (SparseAdam)
                 return self.reason()
             return f"its step failed in a trial with {type(error).__name__}: {error}"
         if self._has_rebound:
@@ -308,10 +311,10 @@ class _Trial:
         return self.reason_of_parts(together)
 
     def reason_of_parts(self, together: dict[int, Tensor] | None = None) -> str | None:
-        """Return why parts of the stand-ins do not step as all of them do.
+        """Return the reason why parts of the stand-ins do not step as all of them do.
 
         Args:
-            together: Where all of them end, if that is known.
+            together: Final values when all of them step, if known.
         """
         everything = range(len(self.parameters))
         if together is None:
@@ -319,7 +322,7 @@ class _Trial:
                 together = self._step(everything)
             except Exception as error:
                 return f"its step failed in a trial with {type(error).__name__}: {error}"
-        # neighbours are apart from each other, and later those at a distance of two
+        # neighbours are separated, and later those at a distance of two
         pairs = [number for number in everything if number % 4 < 2]
         others = [number for number in everything if number % 4 >= 2]
         for part in (everything[::2], everything[1::2], *((pairs, others) if not self._is_first else ())):
@@ -332,7 +335,7 @@ class _Trial:
         return None
 
     def _list_beside_state(self) -> str | None:
-        """Return the name of an attribute that lists a tensor for each parameter, which goes by their order."""
+        """Return the name of an attribute that lists a tensor for each parameter and so depends on their order."""
         num_parameters = sum(len(group["params"]) for group in self._subject.groups)
         for name, value in vars(self._optimizer).items():
             is_list = isinstance(value, list | tuple) and len(value) == num_parameters
@@ -348,10 +351,10 @@ class _Trial:
         return None
 
     def reason_of_halves(self) -> str | None:
-        """Return why the halves of the stand-ins, cut in either of two dimensions, do not step as the wholes do."""
+        """Return the reason why halves of the stand-ins, cut in either dimension, do not step as the wholes do."""
         everything = range(len(self.parameters))
         try:
-            together = self._step(everything)  # as it did above
+            together = self._step(everything)  # as in the step above
         except Exception as error:
             return f"its step failed in a trial with {type(error).__name__}: {error}"
         for half in (_Half(dim, number) for dim in (0, 1) for number in (0, 1)):
@@ -364,7 +367,7 @@ class _Trial:
         return None
 
     def reason_of_classes(self) -> str | None:
-        """Return why plain parameters do not step as those of the model's own classes do."""
+        """Return the reason why plain parameters do not step as those of the model's own classes do."""
         own = {type(parameter).__name__ for parameter in self.parameters if _own_class(parameter) is not None}
         everything = range(len(self.parameters))
         if not own:
@@ -379,7 +382,7 @@ class _Trial:
         return f"it goes by the class of a parameter ({', '.join(sorted(own))}), and parts of one are plain parameters"
 
     def traced(self) -> list[Any] | None:
-        """Return the operations of the steps; None where these need values."""
+        """Return the operations of the steps; None if these need values."""
         calls = _Calls()
         try:
             self._step(range(len(self.parameters)), within=calls)
@@ -395,12 +398,12 @@ class _Trial:
         has_classes: bool = True,
         within: AbstractContextManager[Any] = _AS_IT_IS,
     ) -> dict[int, Tensor]:
-        """Return where the stand-ins at these positions, or a half of each, end when no others are there.
+        """Return the final values of the stand-ins at these positions, or of a half of each, if no others are stepped.
 
         Args:
             positions: Numbers of stand-ins.
-            half: Half of each.
-            has_classes: Whether whole ones are of the classes that the model's parameters are of.
+            half: Half of each; None for the whole.
+            has_classes: Whether whole stand-ins have the classes of the model's parameters.
             within: Context of the steps.
         """
         cut = (lambda tensor: tensor) if half is None else half.of
@@ -447,17 +450,17 @@ def _copied(value: Any) -> Any:
 
 
 def _own_class(parameter: Tensor) -> type | None:
-    """Return the class of a parameter that is of a class of the task's, or None."""
+    """Return the class of a parameter if the task defines it, or None."""
     cls = type(parameter)
     return None if cls.__module__.startswith("torch.") or not isinstance(parameter, nn.Parameter) else cls
 
 
 def _like_parameter(tensor: Tensor, parameter: Tensor, *, has_class: bool) -> Tensor:
-    """Return a tensor as a parameter with the plain attributes, and maybe of the class, of one of the model's."""
+    """Return a tensor as a parameter with the plain attributes, and optionally the class, of one of the model's."""
     made = nn.Parameter(tensor.detach())
     cls = _own_class(parameter)
     if has_class and cls is not None:
-        with suppress(TypeError):  # classes of another layout
+        with suppress(TypeError):  # classes with another layout
             made.__class__ = cls
     plain = (bool, int, float, str, type(None))
     vars(made).update({name: value for name, value in own_attributes(parameter).items() if isinstance(value, plain)})
@@ -466,13 +469,13 @@ def _like_parameter(tensor: Tensor, parameter: Tensor, *, has_class: bool) -> Te
 
 @dataclass(frozen=True, slots=True)
 class _Half:
-    """One half of a tensor, the first or the second along a dimension; the whole of one that cannot be halved."""
+    """Half of a tensor, the first or the second along a dimension; a tensor that cannot be halved is kept whole."""
 
     dim: int
     number: int
 
     def of(self, tensor: Tensor) -> Tensor:
-        """Return that half."""
+        """Return that half of a tensor."""
         if self.dim >= tensor.dim() or tensor.size(self.dim) < 2:
             return tensor
         return tensor.chunk(2, self.dim)[self.number]
@@ -487,18 +490,18 @@ def _settings(group: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _is_same(one: Tensor, other: Tensor) -> bool:
-    """Compare to the bit, where NaN is NaN."""
+    """Return whether tensors are bitwise equal; NaN equals NaN."""
     return torch.equal(one, other) or bool(((one == other) | (one.isnan() & other.isnan())).all())
 
 
 def _nearly_equal(one: Tensor, other: Tensor) -> bool:
-    """Compare to a few roundings: what is left over at the end of a vector instruction's length may round otherwise."""
+    """Return whether tensors are equal to a few roundings: the remainder after full vectors may round differently."""
     few = 8 * torch.finfo(one.dtype).eps
     return torch.allclose(one, other, rtol=few, atol=few, equal_nan=True)
 
 
 def _unevenly(gradient: Tensor, dim: int) -> Tensor:
-    """Return a gradient whose second half along a dimension is smaller; the same one where it has no such dimension."""
+    """Return a gradient whose second half along a dimension is smaller; unchanged if it has no such dimension."""
     if dim >= gradient.dim() or gradient.size(dim) < 2:
         return gradient
     first, *others = gradient.chunk(2, dim)
@@ -506,11 +509,11 @@ def _unevenly(gradient: Tensor, dim: int) -> Tensor:
 
 
 def _small_state(state: Mapping[str, Any], parameter: Tensor, shape: torch.Size) -> dict[str, Any]:
-    """Cut what an optimiser's constructor has already put there (Adagrad) to the shape of a stand-in."""
+    """Cut the state from an optimiser's constructor (Adagrad) to the shape of a stand-in."""
     small = {}
     for key, value in state.items():
         if isinstance(value, Tensor) and (local := local_tensor(value)) is not value:
-            # of a shard, which may be empty, one value stands for all
+            # of a shard, which may be empty, one value represents all
             sizes = shape if value.shape == parameter.shape else value.shape
             value = local.flatten()[:1].clone().expand(sizes).clone() if local.numel() else local.new_zeros(sizes)
         elif isinstance(value, Tensor):

@@ -1,4 +1,4 @@
-"""Choice of the parameters of an optimiser that a trial steps, and the shapes of what stands for them.
+"""Choice of an optimiser's parameters for a trial, and the shapes of their stand-ins.
 
 All choices follow from the groups alone, so that they are the same on all ranks.
 """
@@ -13,7 +13,7 @@ from torch import Tensor
 _SMALL_PER_GROUP = 2
 _MOST_PER_DIMENSION = 4
 _MOST_LONG = 6
-"""Number of parameters that are stepped for long."""
+"""Number of parameters in the trial of more steps."""
 _MOST_WIDE = 256
 _WIDE_ELEMENTS = 2**17
 _MOST_LARGE = 4
@@ -24,7 +24,7 @@ _MOST_TRACED = 16
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StandIn:
-    """A parameter that a trial steps in a shape of its own."""
+    """Parameter that a trial steps in a different shape."""
 
     group: int
     parameter: Tensor
@@ -41,18 +41,18 @@ def small(groups: Groups) -> list[StandIn]:
 
 
 def few(groups: Groups) -> list[StandIn]:
-    """Choose from all groups in turn, parameters of other numbers of dimensions first, at most four to a dimension."""
+    """Choose from all groups in turn, different numbers of dimensions first, at most four elements to a dimension."""
     turns = zip_longest(*map(_other_dimensions_first, groups))
     chosen = [(index, p) for turn in turns for index, p in enumerate(turn) if p is not None][:_MOST_LONG]
     return [_small(index, parameter) for index, parameter in sorted(chosen, key=lambda each: each[0])]
 
 
 def wide(groups: Groups, share: float = 1.0) -> list[StandIn]:
-    """Choose all parameters, or of many such that are spread over each group, in their true shapes if these fit.
+    """Choose all parameters, or if there are many some spread over each group; in their true shapes if these fit.
 
     Args:
         groups: Trained parameters.
-        share: Share of the usual number of elements.
+        share: Fraction of the usual number of elements.
     """
     number = sum(map(len, groups))
     chosen = [
@@ -70,7 +70,7 @@ def large(groups: Groups, share: float = 1.0) -> list[StandIn]:
 
     Args:
         groups: Trained parameters.
-        share: Share of the usual number of elements.
+        share: Fraction of the usual number of elements.
     """
     most = int(_LARGE_ELEMENTS * share)
     largest: dict[tuple[int, int], Tensor] = {}
@@ -114,7 +114,7 @@ def _other_dimensions_first(parameters: Sequence[Tensor]) -> list[Tensor]:
 
 
 def _spread(parameters: Sequence[Tensor], most: int) -> Sequence[Tensor]:
-    """Return at most so many, the first and the last among them."""
+    """Return at most `most` parameters, the first and the last among them."""
     if len(parameters) <= most:
         return parameters
     return [parameters[number * (len(parameters) - 1) // (most - 1)] for number in range(most)]
@@ -125,7 +125,7 @@ def _at_most(shape: Iterable[int], most: int) -> tuple[int, ...]:
 
 
 def _within(shape: Iterable[int], most_elements: int) -> tuple[int, ...]:
-    """Cut the longest dimensions of a shape to one length, the largest with which it has no more elements."""
+    """Cut the longest dimensions of a shape to one length, the largest that keeps it within `most_elements`."""
     shape = tuple(shape)
     low, high = 1, max(shape, default=1)
     while low < high:
@@ -138,7 +138,7 @@ def _within(shape: Iterable[int], most_elements: int) -> tuple[int, ...]:
 
 
 def _with_longest(shape: Sequence[int], most_elements: int) -> tuple[int, ...]:
-    """Cut a shape to so many elements, its longest dimension last."""
+    """Cut a shape to at most `most_elements`, its longest dimension last."""
     longest = min(max(shape), most_elements)
     place = shape.index(max(shape))
     others = _within([1 if dim == place else size for dim, size in enumerate(shape)], most_elements // longest)

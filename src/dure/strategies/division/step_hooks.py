@@ -1,8 +1,8 @@
-"""Hooks that a task registers on its optimiser's step, such as an average of the weights, where ranks step parts.
+"""Hooks that a task registers on its optimiser's step, such as an average of the weights, if ranks step parts.
 
-A hook may look at anything: the parameters of a model that it holds, the optimiser's groups, its state. Where every
-rank has all parameters between two steps, hooks run around the step of all ranks and see what they would see in one
-process. Where ranks have parts of the parameters only, they are refused.
+A hook may read anything: the parameters of a model that it holds, the optimiser's groups, its state. If every rank has
+all parameters between two steps, hooks run around the step of all ranks and see the same as in one process. If ranks
+have parts of the parameters only, hooks are refused.
 """
 
 from collections import OrderedDict
@@ -16,13 +16,13 @@ from dure import torchcompat
 from dure.errors import TaskInvalid
 
 _LISTS = ("params", "param_names")
-"""Keys of a group of which the optimiser of all ranks has the trainable parameters' only."""
+"""Keys of a group for which the optimiser of all ranks has entries of trainable parameters only."""
 
 Hook = Callable[[Optimizer, tuple[Any, ...], dict[str, Any]], Any]
 
 
 def fault_of_hooks(optimizer: Optimizer) -> str | None:
-    """Return why hooks on the step of an optimiser cannot run where every rank has a part, or None without hooks."""
+    """Return the reason why hooks on an optimiser's step cannot run if every rank has a part; None without hooks."""
     hooks = torchcompat.step_hooks(optimizer)
     if not hooks:
         return fault_of_replaced_step(optimizer)
@@ -35,10 +35,10 @@ def fault_of_hooks(optimizer: Optimizer) -> str | None:
 
 
 def fault_of_replaced_step(optimizer: Optimizer) -> str | None:
-    """Return why an optimiser whose step was replaced cannot step a part, or None if its step is that of its class.
+    """Return the reason why an optimiser with a replaced step cannot step a part, or None if its step is its class's.
 
-    What has replaced it may look at everything, as a hook may, but nothing tells the work before and after the step
-    from the step itself.
+    The replacement may read everything, as a hook may. Nothing separates its work before and after the step from the
+    step itself.
     """
     if not torchcompat.is_step_replaced(optimizer):
         return None
@@ -63,29 +63,29 @@ def refuse_later_hooks(optimizer: Optimizer) -> None:
 
 
 def run_around_all(optimizer: Optimizer, part: Optimizer, groups: Sequence[Mapping[str, Any]]) -> None:
-    """Let the hooks of this rank's part of an optimiser run before and after the step of all ranks.
+    """Run the hooks of this rank's part of an optimiser before and after the step of all ranks.
 
-    They are given `part`, the task's own object, with the groups of all parameters. Hooks that are registered or
-    removed later, on either optimiser, count too.
+    The hooks get `part`, the task's own object, with the groups of all parameters. Hooks that are registered or removed
+    later, on either optimiser, are respected.
 
     Args:
-        optimizer: Of all parameters; its step lets each rank step its part and brings the results together.
-        part: Called by that step.
-        groups: Of `part`, as the task has made them.
+        optimizer: Optimiser of all parameters; in its step each rank steps its part, and the results are combined.
+        part: Optimiser called by that step.
+        groups: Groups of `part`, as the task has made them.
     """
     whole = _WholeView(optimizer, part, groups)
     torchcompat.share_step_hooks(optimizer, part, lambda own, parts: _HooksOfBoth(own, parts, whole))
 
 
 class _WholeView:
-    """The part, while hooks run, as if it were the whole optimiser."""
+    """View of the part, while hooks run, as the whole optimiser."""
 
     def __init__(self, optimizer: Optimizer, part: Optimizer, groups: Sequence[Mapping[str, Any]]) -> None:
         self._optimizer, self._part = optimizer, part
         self._lists = [{key: group[key] for key in _LISTS if key in group} for group in groups]
 
     def call(self, hook: Hook, given: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Call a hook with the part in the place of the optimiser that steps."""
+        """Call a hook with the part instead of the optimiser that steps."""
         with self._shown():
             answer = hook(self._part, (self._part, *args[1:]), kwargs)
         if isinstance(answer, tuple) and len(answer) == 2:  # other arguments for the step
@@ -115,7 +115,7 @@ def _take(groups: list[dict[str, Any]], lists: Sequence[Mapping[str, Any]]) -> N
 
 
 class _HooksOfBoth(OrderedDict[int, Hook]):
-    """The hooks registered on an optimiser, and those on its part, which stay where they are."""
+    """Hooks registered on an optimiser, and those on its part, which remain there."""
 
     def __init__(self, own: Mapping[int, Hook], parts: Mapping[int, Hook], whole: _WholeView) -> None:
         super().__init__(own)

@@ -1,1 +1,1 @@
-"""Ranks that step by themselves and average now and then."""
+"""Strategies whose ranks step independently and average from time to time."""

@@ -1,4 +1,4 @@
-"""Bringing the optimisers of ranks that stepped by themselves together: one state that stands for all of them."""
+"""Average of the optimiser states of ranks that stepped independently."""
 
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -14,17 +14,17 @@ from dure.strategies.state.optimizer import STEP_KEY
 def average_optimizer_state(model: nn.Module, optimizer: Optimizer, group: Group) -> None:
     """Give every rank's optimiser the same state.
 
-    Tensors of floating point (momentum, second moments) become the mean over the ranks that have them; a rank may have
-    none yet, because it had no samples, or no gradient for a parameter. Counts of steps, whole numbers and plain values
-    become those of the lowest rank that has them. What an optimiser keeps in addition to its parameters' state stays.
+    Floating-point tensors (momentum, second moments) become the mean over the ranks that have them; a rank may have
+    none yet, because it had no samples, or no gradient for a parameter. Counts of steps, integers and plain values
+    become those of the lowest rank that has them. State that an optimiser keeps elsewhere is not changed.
 
     Args:
         model: The same on every rank.
-        optimizer: Over parameters of `model`, on every rank built alike.
+        optimizer: Optimiser over parameters of `model`, built in the same way on every rank.
         group: All ranks; each calls this.
 
     Communication: one gathered JSON message of about 100 bytes per tensor, then one all_reduce of the state for each
-        dtype and device, and a broadcast for each tensor of whole numbers.
+        dtype and device, and a broadcast for each integer tensor.
     """
     parameters = dict(model.named_parameters())
     own = {name: optimizer.state[p] for name, p in parameters.items() if p in optimizer.state}
@@ -54,7 +54,7 @@ def average_optimizer_state(model: nn.Module, optimizer: Optimizer, group: Group
 
 
 def _in_one_order(everyone: list[dict[str, dict[str, Any]]]) -> Iterator[tuple[str, str, list[int]]]:
-    """Yield every name and key that any rank has, and which ranks, in an order that all ranks find."""
+    """Yield every name and key that any rank has, with these ranks, in the same order on all ranks."""
     entries = dict.fromkeys((name, key) for theirs in everyone for name, state in theirs.items() for key in state)
     for name, key in entries:
         yield name, key, [rank for rank, theirs in enumerate(everyone) if key in theirs.get(name, {})]
@@ -68,7 +68,7 @@ def _describe(value: Any) -> dict[str, Any]:
 
 
 def _zeros(kind: Mapping[str, Any], parameter: Tensor) -> Tensor:
-    """Return a tensor of the kind that another rank has described, with its parameter's strides if it has its shape."""
+    """Return zeros like the tensor described by another rank, with the parameter's strides if the shapes are equal."""
     dtype, device = getattr(torch, kind["dtype"]), "cpu" if kind["is_on_host"] else parameter.device
     if kind["shape"] == list(parameter.shape):
         return torch.zeros_like(parameter, dtype=dtype, device=device, requires_grad=False)

@@ -1,8 +1,8 @@
-"""Local SGD: every rank trains by itself, and every H steps the parameters are averaged (parameter averaging).
+"""Local SGD: every rank trains independently, and every H steps the parameters are averaged (parameter averaging).
 
-Stich 2019, algorithm 1. A rank's steps are those of a run of its own: the mean loss of its own share of every global
-batch, its own gradient's norm, its own optimiser. Between averagings not one byte is sent, so that no rank waits for a
-slow link or a slow rank; what one rank learns the others learn at the next averaging.
+Stich 2019, algorithm 1. A rank's steps are those of a separate run: the mean loss of its own share of every global
+batch, the norm of its own gradient, its own optimiser. Nothing is sent between averagings, so no rank waits for a slow
+link or a slow rank; ranks learn from each other at the next averaging.
 """
 
 from collections.abc import Iterable, Sequence
@@ -26,14 +26,14 @@ from dure.torchcompat import BatchNorm, copy_all, run_backward
 
 
 class Averaging(Strategy):
-    """Own steps on every rank, then their weighted mean; before that, for `warmup_steps`, `naive_ddp`.
+    """Independent steps on every rank, then their weighted mean; during `warmup_steps`, `naive_ddp`.
 
-    The mean is weighted by the items (samples, or what the loss counts) that each rank used since the averaging
-    before: averaged after every step of plain SGD without clipping, it is the step of the global batch.
+    The mean is weighted by the items (samples, or what the loss counts) that each rank used since the last averaging.
+    Averaged after every step of plain SGD without clipping, it is the step of the global batch.
 
-    Steps are counted over the whole run, also by those who resume it: step t averages if (t - warmup_steps) is a
-    multiple of H. Whatever reads the weights, an evaluation or a checkpoint, averages them first. Momentum and other
-    state of the optimiser stay each rank's own; a checkpoint averages that too.
+    Steps are counted over the whole run, including resumes: step t averages if (t - warmup_steps) is a multiple of H.
+    An evaluation or a checkpoint averages the weights before it reads them. Momentum and other state of the optimiser
+    stay local to each rank; a checkpoint averages that too.
     """
 
     options: AveragingOptions
@@ -44,13 +44,13 @@ class Averaging(Strategy):
     replica = whole_replica
 
     def distribute(self) -> None:
-        """Begin with rank 0's weights everywhere, at the first step of the run."""
+        """Send rank 0's weights to all ranks, at the first step of the run."""
         self.group.broadcast([*self.model.parameters(), *self.model.buffers()])
         self._all_reduce = open_chosen(self.spec.comm, self.device.type, self.group)
         self.average_every = self.options.average_every
         self._step = 0
         self._num_apart = 0
-        """Steps since the ranks' parameters were last the same: the same number on every rank."""
+        """Steps since the ranks' parameters were last equal; the same number on every rank."""
         self._items: Tensor | float = 0.0
         """Number of items in this rank's losses of those steps."""
         self._weight: Tensor | float = 1.0
@@ -66,7 +66,7 @@ class Averaging(Strategy):
         }
 
     def describe(self) -> list[str]:
-        """Say when ranks talk, and through what."""
+        """Return lines about when ranks communicate, and with which algorithm."""
         before = f"after {self.options.warmup_steps} synchronous steps, " if self.options.warmup_steps else ""
         every = f"every {self.average_every} steps" if self.average_every > 1 else "every step"
         return [f"{before}parameters averaged {every} through {self._all_reduce.name} (--comm {self.spec.comm})"]
@@ -89,7 +89,7 @@ class Averaging(Strategy):
         if self.is_warming_up:
             super().forward_backward(microbatches, global_samples=global_samples, requests=requests)
             return
-        # a request that no other rank would receive must not be acted upon alone: it is asked again in every step
+        # a rank must not act alone on a request that no other rank receives; it is repeated in every step
         self.sums.begin(requests if self.is_averaging else NO_REQUESTS)
         own_samples = shares(global_samples, self.share.count)[self.share.index]
         for microbatch in microbatches:
@@ -99,7 +99,7 @@ class Averaging(Strategy):
                 self.sums.add(term)
 
     def sync_gradients(self) -> StepFacts:
-        """Return this rank's own facts; where an averaging follows, those of all ranks.
+        """Return this rank's own facts; if an averaging follows, those of all ranks.
 
         Communication: in a step that averages one blocking all_reduce of 5 float64 (float32 on MPS), otherwise none.
         """
@@ -108,7 +108,7 @@ class Averaging(Strategy):
             return reduced_facts(self)
         own = self.sums.facts() if self.sums.terms else (0.0, 0, *self.sums.requests)
         count = own[1]
-        # what counts nothing has a gradient of zero, whatever it is divided by
+        # a loss that counts no items has a gradient of zero, whatever the divisor
         self.sums.count = torch.where(count > 0, count, 1.0) if isinstance(count, Tensor) else count or 1.0
         self._items = self._items + count
         if not self.is_averaging:
@@ -121,7 +121,7 @@ class Averaging(Strategy):
         return torch.as_tensor(numbers, dtype=self.sums.dtype, device=self.device)
 
     def _weigh(self, facts: Tensor) -> None:
-        """Add up facts whose last is the items, and know by them this rank's weight in the mean."""
+        """Sum facts, the last of which is the items, and derive this rank's weight in the mean."""
         self.group.all_reduce_sum(facts)
         total = facts[-1].item() if self.device.type == "cpu" else facts[-1]
         evenly = 1 / self.group.world_size
@@ -131,7 +131,7 @@ class Averaging(Strategy):
             self._weight = self._items / total if total else evenly
 
     def optimizer_step(self) -> None:
-        """Step by this rank's own gradient, if it had samples, and average where it is time."""
+        """Step with this rank's own gradient, if it had samples, and average if it is due."""
         if self.is_warming_up:
             super().optimizer_step()
             return
@@ -146,7 +146,7 @@ class Averaging(Strategy):
 
     @torch.no_grad()
     def average(self) -> None:
-        """Make every rank's parameters, and the running statistics of BatchNorm, their weighted mean over all ranks.
+        """Replace every rank's parameters and running statistics of BatchNorm by their weighted mean over all ranks.
 
         Communication: one blocking all_reduce over all ranks for each dtype, W bytes together: 2 (P-1)/P W bytes sent
         by a ring.
@@ -162,14 +162,14 @@ class Averaging(Strategy):
         self._num_apart, self._items = 0, 0.0
 
     def before_reading(self) -> None:
-        """Average, unless nothing happened since; of buffers that are no running statistics all get rank 0's."""
+        """Average, unless the weights are already equal; all other buffers become rank 0's."""
         if self._num_apart:
             self._weigh(self._on_its_way(self._items).view(1).clone())
             self.average()
         super().before_reading()
 
     def sent_bytes(self, num_microsteps: int) -> int:
-        """Return what the warm-up's gradients take, or the averaging; between averagings nothing."""
+        """Return the bytes of the warm-up's gradients, or of the averaging; zero between averagings."""
         if self.is_warming_up:
             return sum(self._all_reduce.sent_bytes_for(p.numel(), p.element_size()) for p in self.trainable)
         if not self.is_averaging:
@@ -180,14 +180,14 @@ class Averaging(Strategy):
     # checkpoints
 
     def state_dict(self) -> StrategyState:
-        """Return weights and the optimiser's state, of which every rank goes on with the mean.
+        """Return weights and the mean of the optimiser states, which also becomes the state of every rank.
 
         Communication: over all ranks, after local steps, two gathered JSON messages of about 100 bytes per tensor and
         all_reduce of the state.
         """
         if self._has_own_state:
             average_optimizer_state(self.model, self.optimizer, self.group)
-            # a rank found scale and count by its own steps; from here on all have rank 0's
+            # each rank derived scale and count from its own steps; from now on all have rank 0's
             common = self.group.all_gather_json([self.precision.state(), self.expectation])[0]
             self.precision.load_state(common[0])
             self.expectation = common[1]
@@ -195,10 +195,10 @@ class Averaging(Strategy):
         return super().state_dict()
 
     def load_state_dict(self, source: StateSource) -> None:
-        """Take over weights and the optimiser's state, and go on counting steps from there."""
+        """Load weights and the optimiser's state, and continue to count steps from there."""
         super().load_state_dict(source)
         self._step = source.position.step
 
     def close(self) -> None:
-        """Let go of the algorithm."""
+        """Close the algorithm."""
         self._all_reduce.close()

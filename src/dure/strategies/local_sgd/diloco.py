@@ -1,7 +1,7 @@
 """DiLoCo: local steps by the task's optimiser, and every H steps an outer step with Nesterov momentum.
 
-Douillard et al. 2023, algorithm 1. The outer gradient is where the last outer step ended minus the mean of where the
-ranks have come since; an outer SGD follows it. The traffic is that of averaging, which is DiLoCo with an outer
+Douillard et al. 2023, algorithm 1. The outer gradient is the parameters after the last outer step minus the mean of the
+ranks' current parameters; an outer SGD applies it. The traffic is that of averaging, which is DiLoCo with an outer
 learning rate of 1 and no outer momentum.
 """
 
@@ -18,22 +18,22 @@ from dure.strategies.state.saved_state import StateSource, StrategyState
 
 
 class DiLoCo(Averaging):
-    """Averaging with a memory: an anchor where the last outer step ended, and momentum over outer steps.
+    """Averaging with an anchor, the parameters after the last outer step, and momentum over outer steps.
 
-    An evaluation or a checkpoint between two outer steps averages the ranks and is no outer step: the next one still
-    begins at the anchor, and comes when it would have come.
+    An evaluation or a checkpoint between two outer steps averages the ranks without an outer step. The next outer step
+    still starts from the anchor, at its usual time.
     """
 
     options: DiLoCoOptions
 
     def distribute(self) -> None:
-        """Begin without an anchor: the first local step sets it."""
+        """Start without an anchor: the first local step sets it."""
         super().distribute()
         self._names = [name for name, parameter in self.model.named_parameters() if parameter.requires_grad]
         self._outer: SGD | None = None
 
     def optimizer_step(self) -> None:
-        """Step by this rank's own gradient, and where it is time average and take the outer step."""
+        """Step with this rank's own gradient; when it is due, average and take the outer step."""
         if self._outer is None and not self.is_warming_up:
             self._outer = self._anchored()
         super().optimizer_step()
@@ -41,7 +41,7 @@ class DiLoCo(Averaging):
             self._outer_step()
 
     def _anchored(self) -> SGD:
-        """Make the outer optimiser, over copies of the parameters as they are now."""
+        """Create the outer optimiser over copies of the current parameters."""
         lr, momentum = self.options.outer_lr, self.options.outer_momentum
         return SGD(
             [parameter.detach().clone() for parameter in self.trainable],
@@ -56,7 +56,7 @@ class DiLoCo(Averaging):
 
     @torch.no_grad()
     def _outer_step(self) -> None:
-        """Follow the outer gradient; every rank does the same, because every rank has the same mean."""
+        """Take the outer step; the result is the same on every rank, because every rank has the same mean."""
         assert self._outer is not None
         for anchor, mean in zip(self._anchors, self.trainable, strict=True):
             anchor.grad = anchor - mean
@@ -68,7 +68,7 @@ class DiLoCo(Averaging):
     # checkpoints
 
     def state_dict(self) -> StrategyState:
-        """Return with weights and the optimiser's state the anchor and the outer momentum, the same on every rank."""
+        """Return weights and optimiser state with the anchor and the outer momentum, the same on every rank."""
         state = super().state_dict()
         return StrategyState(model=state.model, optimizer={**state.optimizer, "own": self._outer_state()})
 
@@ -83,7 +83,7 @@ class DiLoCo(Averaging):
         return {"anchor": dict(zip(self._names, self._anchors, strict=True)), "momentum": momentum}
 
     def load_state_dict(self, source: StateSource) -> None:
-        """Take over anchor and momentum; from another strategy's checkpoint, begin without."""
+        """Load anchor and momentum too; start without them from another strategy's checkpoint."""
         super().load_state_dict(source)
         own = source.own
         if not own.get("anchor"):

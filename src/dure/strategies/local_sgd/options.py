@@ -6,7 +6,7 @@ from dure.spec.options import StrategyOptions
 
 
 class AveragingOptions(StrategyOptions):
-    """Steps between averagings."""
+    """Interval of averagings, and warm-up."""
 
     average_every: int = Field(16, gt=0, description="steps from one averaging to the next")
     warmup_steps: int = Field(0, ge=0, description="synchronous steps at the start of the run")

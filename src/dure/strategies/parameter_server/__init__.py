@@ -1,1 +1,1 @@
-"""Workers that compute gradients, and servers that keep parameters."""
+"""Strategy with workers, which compute gradients, and servers, which keep the parameters."""

@@ -1,4 +1,4 @@
-"""Servers' side of `async_worker`: pushes are applied in the order in which they come."""
+"""Servers' side of `async_worker`: pushes are applied in the order of arrival."""
 
 import math
 import queue
@@ -21,15 +21,16 @@ from dure.strategies.parameter_server.server import Server
 from dure.strategies.state.saved_state import StateSource
 
 _MARGIN_STEPS = 3
-"""Steps between the one that the fastest loader has planned and the first in which shares are divided again. One is
-planned while the message is under way, and a step may have fewer microbatches than the one before."""
+"""Steps between the last one that the fastest loader has planned and the first in which shares are divided again. One
+is planned while the message is in transit, and a step may have fewer microbatches than the one before.
+"""
 _NO_LIMIT = timedelta(days=3650)
-"""A listener waits through evaluations; who waits for a push has a limit of its own."""
+"""Timeout of a listener, which waits through evaluations; a rank that waits for a push has its own timeout."""
 
 
 @dataclass(slots=True)
 class Arrival:
-    """A push that has come, or the end of the worker it would have come from."""
+    """Push that has arrived, or the failure of the worker that should have sent it."""
 
     worker: int
     time: float
@@ -38,7 +39,7 @@ class Arrival:
 
 @dataclass(slots=True)
 class Held:
-    """A worker that waits for its answer."""
+    """Worker that waits for its reply."""
 
     worker: int
     since: float
@@ -47,7 +48,7 @@ class Held:
 
 @dataclass(slots=True)
 class Served:
-    """Work of a server in one step of its loop."""
+    """Measurements of a server in one step of its loop."""
 
     staleness: list[float] = field(default_factory=list)
     queue_seconds: list[float] = field(default_factory=list)
@@ -55,7 +56,7 @@ class Served:
 
 
 class AsyncServer(Server):
-    """Applies pushes in the order in which they come."""
+    """Server that applies pushes in the order of arrival."""
 
     is_synchronous = False
 
@@ -77,19 +78,19 @@ class AsyncServer(Server):
         self._sent_bytes = 0
 
     def distribute(self) -> None:
-        """Count the learning rates that travel with a push."""
+        """Count the learning rates in a push."""
         self.num_push_numbers = self.pace.num_push_numbers(self.optimizer)
         super().distribute()
 
     def load_state_dict(self, source: StateSource) -> None:
-        """Go on at the saved step."""
+        """Continue at the saved step."""
         super().load_state_dict(source)
         self.pace.step = source.position.step
 
     # listening
 
     def _listen(self) -> None:
-        """Begin to receive, each worker in a thread of its own: c10d cannot wait for the one that comes first."""
+        """Start to receive, with a thread per worker: c10d cannot wait for the first of several messages."""
         self._clocks = [float(self.pace.step)] * self.serving.num_workers
         self._planned = [float(self.pace.step)] * self.serving.num_workers
         self._listeners = [
@@ -124,7 +125,7 @@ class AsyncServer(Server):
             self._agree_on(requests, self.pace.step)
 
     def sync_gradients(self) -> StepFacts:
-        """Serve until every living worker has pushed this step; return what they said of it.
+        """Serve until every living worker has pushed this step; return the facts that the pushes contained.
 
         Communication: G bytes of this server's rows from each worker and W bytes to each, for every push.
         """
@@ -136,7 +137,7 @@ class AsyncServer(Server):
         return self.pace.facts(self.sums.terms, loss_sum, loss_count)
 
     def optimizer_step(self) -> None:
-        """Nothing is left to do: every push was applied as it came."""
+        """Do nothing: every push was applied on arrival."""
 
     def _next_arrival(self) -> Arrival:
         try:
@@ -188,17 +189,17 @@ class AsyncServer(Server):
             group["lr"] = rate * fraction
         self.optimizer.step()
         for group, rate in zip(self.optimizer.param_groups, rates, strict=True):
-            group["lr"] = rate  # as the schedule has it, for a checkpoint
+            group["lr"] = rate  # as set by the schedule, for a checkpoint
         self.zero_gradients()
         self._version += 1
 
-    # answers
+    # replies
 
     def _answer_whom_nothing_holds(self) -> None:
-        """Let every worker go on that is not too far ahead of the slowest."""
+        """Reply to every worker that is not too far ahead of the slowest."""
         most = math.inf if self.options.staleness is None else self.options.staleness
         while True:
-            # once more after each answer: a worker that turns out to be dead may have been the slowest
+            # repeated after each reply: a worker that turns out to be dead may have been the slowest
             slowest = min(self._clocks[worker] for worker in self._living)
             free = next((held for held in self._held if self._clocks[held.worker] - slowest <= most), None)
             if free is None:
@@ -224,7 +225,7 @@ class AsyncServer(Server):
             self._lose(worker, error)
 
     def _agree_on(self, wishes: Requests, step: int) -> None:
-        """Put what all must do at one step into the first that no worker has begun; each hears of it in time."""
+        """Schedule a stop or a save for the first step that no worker has begun; each learns of it before that step."""
         first_free = int(max(self._clocks[worker] for worker in self._living)) + 2
         if wishes.stop and math.isinf(self.pace.stop_step):
             self.pace.stop_step = first_free
@@ -232,7 +233,7 @@ class AsyncServer(Server):
             self.pace.save_step = first_free
 
     def _lose(self, worker: int, error: Exception) -> None:
-        """Go on without a worker, from a step that no worker has planned yet."""
+        """Continue without a worker, from a step that no worker has planned yet."""
         if worker not in self._living:
             return
         if not is_peer_lost(error):
@@ -244,14 +245,14 @@ class AsyncServer(Server):
         self.pace.survivors.bury(worker)
         if self._leads:
             unplanned = max(self._planned[other] for other in self._living) + _MARGIN_STEPS
-            # it may have run ahead of all others: what it has pushed stays its share, and so does the step that only
-            # another server may have got
+            # It may have run ahead of all others. The steps that it has pushed stay its share, and so does a step that
+            # only another server may have received.
             self._gone_from[worker] = max(unplanned, self._clocks[worker] + 2)
 
-    # reading, measuring, leaving
+    # reading, measuring, closing
 
     def before_reading(self) -> None:
-        """Meet those that live, and send every worker the parameters: all have pushed as many steps."""
+        """Synchronise the living ranks, and send every worker the parameters: all have pushed as many steps."""
         if not self._listeners:
             self._listen()
         self.pace.survivors.agree(self._clocks)
@@ -262,7 +263,7 @@ class AsyncServer(Server):
         self.serving.broadcast_buffers(self.model, self.group)
 
     def measured(self) -> dict[str, float]:
-        """Return the updates of this step of the loop, their staleness, and how pushes queued."""
+        """Return the updates of this step of the loop, their staleness, and the queueing of pushes."""
         served = self._served
         return {
             "updates": float(len(served.staleness)),
@@ -273,11 +274,11 @@ class AsyncServer(Server):
         }
 
     def sent_bytes(self, num_microsteps: int) -> int:
-        """Return the bytes of the answers in this step of the loop."""
+        """Return the bytes of the replies in this step of the loop."""
         return self._sent_bytes
 
     def close(self) -> None:
-        """Hear every living worker's farewell."""
+        """Receive the last message of every living worker."""
         if not self._listeners:
             self._listen()
         for worker in self._living:

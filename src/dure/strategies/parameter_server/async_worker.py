@@ -1,16 +1,16 @@
-"""Parameter servers at every worker's own pace (without `sync`): a push is applied as it comes. Not exact.
+"""Asynchronous parameter servers (without `sync`): every push is applied on arrival. Not exact.
 
 Downpour SGD (Dean et al. 2012, section 4.1) with bounded staleness (Ho et al. 2013, section 3): a worker whose push of
-step `c` has been applied may begin step `c + 1` only while the slowest has pushed step `c - k`; until then its answer
-is held back. One push moves the weights by the learning rate times the worker's fraction of the global batch, so a
-step's pushes together move them as far as a step of all together would.
+step `c` has been applied may begin step `c + 1` only when the slowest has pushed step `c - k`; until then its reply is
+held back. One push moves the weights by the learning rate times the worker's fraction of the global batch, so that all
+pushes of a step move them as far as a synchronous step would.
 
-A server's step `t` ends when every worker has pushed step `t`, so servers go through the same loop as workers, as far
-as the slowest is. What all must do at one step (stop, save, take over a dead worker's share) the first server puts into
-a step that no worker has begun, and tells each worker with its next answer.
+A server's step `t` ends when every worker has pushed step `t`, so servers go through the same loop as workers, at the
+pace of the slowest. Actions that all ranks take at the same step (stop, save, replace a dead worker's share) are
+scheduled by the first server for a step that no worker has begun, and sent to each worker with its next reply.
 
-A worker that dies is missed from then on, the first too: the first that lives speaks for all. Each server has rows that
-no other process has: its death ends the run.
+The run continues without a worker that dies, even the first: the lowest living rank then acts for all. Each server has
+rows that no other process has, so its death ends the run.
 """
 
 import math
@@ -38,7 +38,7 @@ class PushNumbers(NamedTuple):
     step: float
     """Step that was computed; -1 when the worker leaves."""
     planned_step: float
-    """Last step whose samples the worker's loader knows."""
+    """Last step for which the worker's loader has planned samples."""
     version: float
     """Number of updates that this server had applied when the worker pulled."""
     fraction: float
@@ -53,29 +53,29 @@ class PushNumbers(NamedTuple):
 
 
 class PullNumbers(NamedTuple):
-    """Header of a pull, before the parameters. After it: for each worker, the first step in which it has no shard."""
+    """Header of a pull, before the parameters. After it: for each worker, the first step in which it has no share."""
 
     version: float = 0.0
     staleness: float = 0.0
-    """Number of updates by others between this worker's pull and its push."""
+    """Updates by other workers between this worker's pull and its push."""
     queue_seconds: float = 0.0
     """Seconds from the push's arrival to its turn."""
     queue_depth: float = 0.0
     """Number of pushes that were waiting then."""
     steps_ahead: float = 0.0
-    """Steps by which the worker is ahead of the slowest one when it may go on."""
+    """Steps by which the worker is ahead of the slowest one when it gets its reply."""
     held_seconds: float = 0.0
     """Seconds from the push's turn to the reply."""
     stop: float = 0.0
     save: float = 0.0
-    """Nonzero if the server itself wants to save. Workers pass this and `stop` on to the first server."""
+    """Nonzero if the server itself requests a save. Workers pass this and `stop` on to the first server."""
     stop_step: float = math.inf
     save_step: float = math.inf
-    """Agreed steps after which all stop, or save; infinite if there is none."""
+    """Agreed steps after which all ranks stop, or save; infinite if there is none."""
 
 
 class OwnPace:
-    """Steps of a rank that does not wait for all others, and the ranks that live."""
+    """Steps of a rank that does not wait for all others, and the living ranks."""
 
     def __init__(self, serving: Serving) -> None:
         self.survivors = SurvivorsGroup(
@@ -88,17 +88,17 @@ class OwnPace:
 
     @staticmethod
     def num_push_numbers(optimizer: Optimizer) -> int:
-        """Return the numbers in front of a push: learning rates travel with it."""
+        """Return the length of the header of a push, including the learning rates."""
         return len(PushNumbers._fields) + len(optimizer.param_groups)
 
     def facts(self, terms: Sequence[LossTerm], loss_sum: float, loss_count: float) -> StepFacts:
-        """Return facts that no other rank knows, with what is agreed for this step."""
+        """Return facts that no other rank knows, with the agreed requests for this step."""
         stop, save = self.step >= self.stop_step, self.step == self.save_step
         return StepFacts([loss_sum, loss_count, stop, save], terms, is_local=True)
 
 
 class AsyncWorker(Worker):
-    """Pushes as soon as it has a gradient, and goes on with whatever the parameters are then."""
+    """Worker that pushes as soon as it has a gradient, and continues with the current parameters."""
 
     is_synchronous = False
 
@@ -116,17 +116,17 @@ class AsyncWorker(Worker):
         self._lost: list[LostShare] = []
 
     def distribute(self) -> None:
-        """Count the learning rates that travel with a push."""
+        """Count the learning rates in a push."""
         self.num_push_numbers = self.pace.num_push_numbers(self.optimizer)
         super().distribute()
 
     def load_state_dict(self, source: StateSource) -> None:
-        """Go on at the saved step."""
+        """Continue at the saved step."""
         super().load_state_dict(source)
         self.pace.step = source.position.step
 
     def share_at(self, step: int) -> tuple[int, int]:
-        """Return this worker's share among those that live at a step; noted, because it cannot be changed any more."""
+        """Return this worker's share among those alive at a step; it is recorded, because it can no longer change."""
         self._planned_step = max(self._planned_step, step)
         living = [worker for worker in self.serving.worker_ranks if self._gone_from[worker] > step]
         return living.index(self._own), len(living)
@@ -144,12 +144,12 @@ class AsyncWorker(Worker):
         super().forward_backward(counted(), global_samples=global_samples, requests=requests)
 
     def sync_gradients(self) -> StepFacts:
-        """Return this worker's own facts; it pushes when they are known to be finite."""
+        """Return this worker's own facts; it pushes once they are known to be finite."""
         self._loss_sum, self._loss_count, self._stop, self._save = self.known_facts()
         return self.pace.facts(self.sums.terms, self._loss_sum, self._loss_count)
 
     def optimizer_step(self) -> None:
-        """Push the mean gradient of the share, clipped by its own norm, and pull when the servers let it go on.
+        """Push the mean gradient of the share, clipped by its own norm, and pull when the servers reply.
 
         Communication: G bytes in one message to each server, W bytes in one from each; waits for both.
         """
@@ -174,7 +174,7 @@ class AsyncWorker(Worker):
         self.zero_gradients()
 
     def has_overflowed(self) -> bool:
-        """Bring fp16's gradients back to their true size, and let this worker's scale follow what became of them."""
+        """Unscale fp16's gradients, update this worker's loss scale, and return whether one overflowed."""
         scaler = self.precision.scaler
         if scaler is None:
             return False
@@ -202,7 +202,7 @@ class AsyncWorker(Worker):
             push.numbers[: self.num_push_numbers] = torch.tensor([*numbers, *rates], dtype=torch.float64)
 
     def _learn(self) -> None:
-        """Take note of what the servers said with the parameters."""
+        """Record the numbers that the servers sent with the parameters."""
         count = len(PullNumbers._fields)
         said = [pull.numbers.tolist() for pull in self.pulls]
         self._answers = [PullNumbers(*numbers[:count]) for numbers in said]
@@ -219,12 +219,12 @@ class AsyncWorker(Worker):
             self._gone_from[worker] = step
 
     def measured(self) -> dict[str, float]:
-        """Return what the servers found of this step's push, the largest of all servers."""
+        """Return the servers' measurements of this step's push, the maximum over all servers."""
         names = ("staleness", "queue_seconds", "queue_depth", "steps_ahead", "held_seconds")
         return {name: max(getattr(answer, name) for answer in self._answers) for name in names}
 
     def before_reading(self) -> None:
-        """Meet the others that live, and take over the parameters, the same on all.
+        """Synchronise with the other living ranks, and take the parameters, the same on all.
 
         Communication: one exchange of the survivors, then W bytes to each worker.
         """
@@ -237,11 +237,11 @@ class AsyncWorker(Worker):
         self.serving.broadcast_buffers(self.model, self.group)
 
     def _note_lost(self, living: list[int], clocks: list[list[float]]) -> None:
-        """Find the shares that a dead worker did not push, or not to all servers, until others have them."""
+        """Record the shares that a dead worker did not push, or not to all servers, until others take them over."""
         for worker in set(self.serving.worker_ranks) - set(living) - self._told_of:
             self._told_of.add(worker)
             on_all, on_any = min(of[worker] for of in clocks), max(of[worker] for of in clocks)
-            # those that died earlier have no share any more
+            # workers that died earlier have no share any more
             for step in range(int(on_all) + 1, int(self._gone_from[worker])):
                 sharing = [w for w in self.serving.worker_ranks if self._gone_from[w] > step]
                 self._lost.append(
@@ -260,7 +260,7 @@ class AsyncWorker(Worker):
         return lost
 
     def close(self) -> None:
-        """Say farewell to the servers, which listen."""
+        """Send the last message to the servers, which wait for it."""
         for push in self.pushes:
             push.numbers[0] = -1.0
         self.push()

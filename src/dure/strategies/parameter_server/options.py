@@ -8,7 +8,7 @@ from dure.spec.options import StrategyOptions
 
 
 class ParameterServerOptions(StrategyOptions):
-    """Number of servers, transport of messages, and pace of workers."""
+    """Number of servers, transport of messages, and synchrony of workers."""
 
     servers: int | None = Field(
         None, gt=0, description="processes that keep the parameters (default: as many as nproc)"

@@ -14,13 +14,13 @@ from dure.strategies.parameter_server.sync import SyncServer, SyncWorker
 
 
 class ParameterServer(Strategy):
-    """Entry in the table of strategies; no rank is of this class itself."""
+    """Entry in the table of strategies; no rank uses this class itself."""
 
     options: ParameterServerOptions
 
     @classmethod
     def role_for(cls, group: Group, spec: RunSpec) -> type[Strategy]:
-        """Return the class of a worker or a server, which take every step together or not."""
+        """Return the class of a worker or a server, synchronous or asynchronous."""
         options = ParameterServerOptions.of(spec)
         worker, server = (SyncWorker, SyncServer) if options.sync else (AsyncWorker, AsyncServer)
         return server if group.rank >= num_workers_of(group.world_size, options) else worker
@@ -36,5 +36,5 @@ class ParameterServer(Strategy):
 
     @classmethod
     def check_optimizer(cls, optimizer: Optimizer) -> list[str]:
-        """Refuse an optimiser that needs all parameters together: no server has them."""
+        """Refuse an optimiser that needs all parameters together: no server has all of them."""
         return faults_of_servers(optimizer)

@@ -1,8 +1,8 @@
-"""Messages between workers and servers over torch RPC (`transport` rpc): the same protocol, a slower carrier.
+"""Messages between workers and servers over torch RPC (`transport` rpc): the same protocol, more slowly.
 
-A message is one remote call that puts a tensor into the receiver's mailbox. RPC does not tell who waits that the sender
-is dead, so in addition one message per pair is awaited through c10d that is only sent at the farewell: it fails at once
-when a process ends.
+A message is one remote call that puts a tensor into the receiver's mailbox. RPC does not notify a waiting rank that the
+sender is dead. Therefore each pair also waits for one c10d message, which is only sent when a rank leaves: the wait
+fails at once when a process ends.
 """
 
 import queue
@@ -23,24 +23,24 @@ _FAREWELL_TAG = 43
 _NO_LIMIT = timedelta(days=3650)
 
 _mailboxes: dict[int, "queue.SimpleQueue[Tensor | PeerLost]"] = {}
-"""Messages for this process, by sender. A remote call can only reach an object of a module."""
+"""Messages for this process, by sender. Remote calls can only reach objects of a module."""
 
 
 def _deliver(sender: int, message: Tensor) -> None:
-    """Take a message; called by the sender, in a thread of the agent."""
+    """Receive a message; called by the sender, in a thread of the agent."""
     _mailboxes[sender].put(message)
 
 
 class RpcTransport(Transport):
-    """Mailboxes, filled by remote calls."""
+    """Transport with mailboxes, filled by remote calls."""
 
     def __init__(self, group: Group, peers: Iterable[int], *, timeout_seconds: float) -> None:
-        """Start the agent, and watch over the peers.
+        """Start the agent, and watch the peers.
 
         Args:
-            group: All ranks; each makes its transport.
-            peers: Those that this rank talks with.
-            timeout_seconds: For a message.
+            group: All ranks; each creates its transport.
+            peers: Ranks with which this rank communicates.
+            timeout_seconds: Timeout of a message.
         """
         import torch.distributed.rpc as rpc
 
@@ -66,20 +66,20 @@ class RpcTransport(Transport):
             _mailboxes[peer].put(PeerLost(f"rank {peer} is gone: {error}"))
 
     def send(self, message: Tensor, rank: int) -> UnderWay:
-        """Begin a remote call. Communication: the message's bytes to one rank and an empty answer, not blocking."""
+        """Start a remote call. Communication: the message's bytes to one rank and an empty reply, not blocking."""
         try:
             return _Sent(self._call(agent_name(rank), _deliver, args=(self._rank, message)), rank)
         except RuntimeError as error:
             raise PeerLost(f"a message could not be sent to rank {rank}: {error}") from error
 
     def receive(self, message: Tensor, rank: int) -> UnderWay:
-        """Return what waits for the mailbox."""
+        """Return a handle that waits for the mailbox."""
         return _Awaited(_mailboxes[rank], message, rank, self._timeout)
 
     def close(self, *, is_whole: bool) -> None:
-        """Say farewell to the living, and end the agent with them.
+        """Send the last message to the living ranks, and shut the agent down together with them.
 
-        Where a rank is dead, the agent is left to end with its process: ending it in order would wait for the dead.
+        If a rank is dead, the agent ends with its process instead: an orderly shutdown would wait for the dead rank.
         """
         for peer in self._peers:
             try:
@@ -94,14 +94,14 @@ class RpcTransport(Transport):
 
 
 class _Sent:
-    """A call whose end says that the message was delivered."""
+    """Remote call whose completion shows that the message was delivered."""
 
     def __init__(self, future: "torch.futures.Future[None]", rank: int) -> None:
         self._future = future
         self._rank = rank
 
     def wait(self, timeout: timedelta | None = None, /) -> None:
-        """Wait for the answer, as long as a call may take."""
+        """Wait for the reply, up to the timeout of a call."""
         try:
             self._future.wait()
         except RuntimeError as error:
@@ -109,7 +109,7 @@ class _Sent:
 
 
 class _Awaited:
-    """The next message of a mailbox."""
+    """Next message of a mailbox."""
 
     def __init__(
         self, mailbox: "queue.SimpleQueue[Tensor | PeerLost]", target: Tensor, rank: int, timeout: timedelta
@@ -120,10 +120,10 @@ class _Awaited:
         self._timeout = timeout
 
     def wait(self, timeout: timedelta | None = None, /) -> None:
-        """Copy the message into the target when it is there."""
+        """Copy the message into the target as soon as it is there."""
         limit = (timeout or self._timeout).total_seconds()
         try:
-            # the longest wait that Python takes is some centuries, that of the system some years
+            # the longest timeout that Python accepts is some centuries, that of the system some years
             message = self._mailbox.get(timeout=min(limit, threading.TIMEOUT_MAX))
         except queue.Empty:
             raise PeerLost(f"rank {self._rank} sent nothing within {limit:g} s") from None

@@ -1,4 +1,4 @@
-"""Server's side: a rank without a device, with every step together or at the workers' pace."""
+"""Server's side of a parameter server, synchronous or asynchronous: a rank without a device."""
 
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
@@ -25,7 +25,7 @@ from dure.torchcompat import own_attributes
 
 
 class Server(Strategy):
-    """A rank without a device: keeps some rows of the parameters, and steps them."""
+    """Rank without a device that keeps some rows of the parameters and steps them."""
 
     options: ParameterServerOptions
 
@@ -44,7 +44,7 @@ class Server(Strategy):
         """Index of this server among the servers."""
 
     def distribute(self) -> None:
-        """Keep this server's rows, in the message that sends them, and let the rest of the model go."""
+        """Keep this server's rows, in the buffer of the message that sends them, and release the rest of the model."""
         self.serving.divide(self.model, self.optimizer)
         self.own_shards = self.serving.shards[self.number]
         self.pushes = [
@@ -58,20 +58,20 @@ class Server(Strategy):
         _keep(self.model, self.optimizer, self.own_shards, self.pieces)
 
     def forward_backward(self, microbatches: Iterable[Microbatch], *, global_samples: int, requests: Requests) -> None:
-        """Let the step's batches pass, which are empty hands here."""
+        """Consume the microbatches, which are empty: servers compute no gradients."""
         self.sums.begin(requests)
         self.requests = requests
         for _ in microbatches:
             pass
 
     def state_dict(self) -> StrategyState:
-        """Return this server's rows of the optimiser's state, as pieces of the whole."""
+        """Return this server's rows of the optimiser's state, as shards of the whole."""
         state = self.own_state()
         groups = self.serving.first_servers_groups(self.group, state.optimizer["groups"])
         return replace(state, optimizer={**state.optimizer, "groups": groups})
 
     def own_state(self) -> StrategyState:
-        """Return the same with this server's own values of the groups."""
+        """Return the same, with this server's own values of the parameter groups."""
         optimizer = optimizer_to_names(self.model, self.optimizer)
         optimizer["state"] = {
             name: _as_pieces(self._shard_of[name], state) for name, state in optimizer["state"].items()
@@ -79,7 +79,7 @@ class Server(Strategy):
         return StrategyState(model={}, optimizer=optimizer, is_spread=True)
 
     def load_state_dict(self, source: StateSource) -> None:
-        """Take over this server's rows of the optimiser's state; rank 0 sends those of the weights."""
+        """Load this server's rows of the optimiser's state; rank 0 sends those of the weights."""
         cuts = {
             shard.name: TensorShard(tensor=piece, offsets=shard.offsets, shape=shard.shape)
             for shard, piece in zip(self.own_shards, self.pieces, strict=True)
@@ -92,30 +92,30 @@ class Server(Strategy):
                 piece.copy_(values)
 
     def needs(self) -> Needs:
-        """Return this server's rows of the optimiser's state; the weights come from a worker."""
+        """Return a request for this server's rows of the optimiser's state; the weights come from a worker."""
         return Needs(
             model={}, optimizer={shard.name: Rectangle(shard.offsets, shard.sizes) for shard in self.own_shards}
         )
 
     def before_reading(self) -> None:
-        """Send rank 0's buffers to all: each worker has BatchNorm statistics of its own."""
+        """Send rank 0's buffers to all: each worker has its own BatchNorm statistics."""
         self.serving.follow_shapes(self.model)
         self.serving.broadcast_buffers(self.model, self.serving.everyone)
 
     def not_preserved(self) -> list[str]:
-        """Return what this run does not preserve, as far as it has several workers, and those their own pace."""
+        """Return the differences from the one-device run that apply to the number of workers and their synchrony."""
         return self.serving.declared(super().not_preserved())
 
     def close(self) -> None:
-        """Let go of the transport."""
+        """Close the transport."""
         self.serving.close(self.group)
 
 
 def _keep(model: nn.Module, optimizer: Optimizer, shards: Sequence[Shard], pieces: Sequence[nn.Parameter]) -> None:
-    """Put rows in the place of whole parameters, in the model and in the optimiser, and let the wholes go.
+    """Replace whole parameters by rows, in the model and in the optimiser, and release the wholes.
 
-    The optimiser itself goes on, not another of its class: only its maker knows the constructor's arguments.
-    The model keeps every name, so that what is found by name is found.
+    The optimiser object itself is kept, because the constructor's arguments for another one are unknown. The model
+    keeps every name, so that lookups by name work.
     """
     wholes = dict(model.named_parameters())
     kept: dict[int, tuple[nn.Parameter, Shard]] = {}
@@ -126,7 +126,7 @@ def _keep(model: nn.Module, optimizer: Optimizer, shards: Sequence[Shard], piece
             piece.copy_(shard.of(whole))
         kept[id(whole)] = piece, shard
     state: defaultdict[Any, Any] = defaultdict(dict)
-    for held, values in optimizer.state.items():  # some have it from the start (Adagrad)
+    for held, values in optimizer.state.items():  # some optimisers have state from the start (Adagrad)
         if id(held) in kept:
             piece, shard = kept[id(held)]
             state[piece] = map_tensors(_rows_of(shard, values), torch.clone)
@@ -140,7 +140,7 @@ def _keep(model: nn.Module, optimizer: Optimizer, shards: Sequence[Shard], piece
 
 
 def _rows_of(shard: Shard, state: Mapping[str, Any]) -> dict[str, Any]:
-    """Cut a parameter's state to a shard's rows: what has the parameter's shape is of its elements."""
+    """Cut a parameter's state to a shard's rows: values with the parameter's shape are per element."""
     rows: dict[str, Any] = map_tensors(
         dict(state), lambda tensor: shard.of(tensor) if tuple(tensor.shape) == shard.shape else tensor
     )
@@ -148,7 +148,7 @@ def _rows_of(shard: Shard, state: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _as_pieces(shard: Shard, state: Mapping[str, Any]) -> dict[str, Any]:
-    """Name a shard's state as what it is of the whole parameter's."""
+    """Return a shard's state with its position in the whole parameter's."""
 
     def as_shard(tensor: Tensor) -> Any:
         is_of_elements = shard.shape and tuple(tensor.shape) == shard.sizes

@@ -1,4 +1,4 @@
-"""Division of a model over parameter servers: who keeps which rows, and the way between workers and servers.
+"""Division of a model over parameter servers: the rows of each, and the transport between workers and servers.
 
 Li et al. 2014 (section 3) divide the parameters over servers by range; Dean et al. 2012 (section 4) let every worker
 push and pull at its own pace; Ho et al. 2013 bound how far the fastest may be ahead. Here ranks 0 to N-1 are workers
@@ -43,7 +43,7 @@ class Serving:
         """True if a parameter's rows may be on several servers."""
 
     def divide(self, model: nn.Module, optimizer: Optimizer) -> None:
-        """Begin with rank 0's weights everywhere, share out what the optimiser steps, and open the transport.
+        """Send rank 0's weights to all ranks, divide the optimiser's parameters, and open the transport.
 
         Raises:
             TaskInvalid: The optimiser needs all parameters together.
@@ -68,7 +68,7 @@ class Serving:
         return RpcTransport(self.everyone, peers, timeout_seconds=self._spec.timeout_seconds)
 
     def broadcast(self, tensors: Iterable[Tensor], group: Group) -> None:
-        """Take rank 0's values, through host memory: servers have no device."""
+        """Overwrite with rank 0's values, through host memory: servers have no device."""
         full = [tensor.detach() for tensor in tensors if tensor.numel()]
         if not full:
             return
@@ -79,11 +79,11 @@ class Serving:
                 tensor.copy_(values)
 
     def broadcast_buffers(self, model: nn.Module, group: Group) -> None:
-        """Send rank 0's buffers to the ranks of a group: each worker has BatchNorm statistics of its own."""
+        """Send rank 0's buffers to the ranks of a group: each worker has its own BatchNorm statistics."""
         self.broadcast(common_buffers(model, group), group)
 
     def follow_shapes(self, model: nn.Module) -> None:
-        """Make room for rank 0's buffers: no call of the model lets a server's grow."""
+        """Resize buffers to the shapes of rank 0's: on a server no call of the model resizes them."""
         kinds = {
             name: None if buffer is None else [str(buffer.dtype).removeprefix("torch."), list(buffer.shape)]
             for name, buffer in whole_buffers(model).items()
@@ -96,17 +96,17 @@ class Serving:
                 model.get_submodule(path)._buffers[own] = buffer
 
     def declared(self, texts: Sequence[str]) -> list[str]:
-        """Leave out what concerns several workers where there is one, and the pace where steps are taken together."""
+        """Drop notes about several workers if there is one, and about asynchrony if steps are synchronous."""
         if self.num_workers == 1:
             return []
         return [text for text in texts if not (self._options.sync and text.startswith("without sync"))]
 
     def first_servers_groups(self, group: Group, groups: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-        """Return parameter groups with the plain values that the first server's optimiser has in them.
+        """Return parameter groups with the plain values of the first server's optimiser.
 
         Args:
-            group: Ranks that take part.
-            groups: Of this rank.
+            group: Participating ranks.
+            groups: Groups of this rank.
 
         Communication: one gathered JSON message of about 500 bytes per group.
         """
@@ -117,7 +117,7 @@ class Serving:
         return [{**each, **values} for each, values in zip(groups, theirs, strict=True)]
 
     def close(self, living: Group) -> None:
-        """Let go of the transport."""
+        """Close the transport."""
         self.transport.close(is_whole=living.world_size == self.everyone.world_size)
 
 
@@ -130,10 +130,10 @@ def faults_of_servers(optimizer: Optimizer) -> list[str]:
 
 
 def num_workers_of(world_size: int, options: ParameterServerOptions) -> int:
-    """Return how many of the ranks are workers: all that are no servers, half of them unless said otherwise.
+    """Return the number of ranks that are workers: all except the servers, by default half of them.
 
     Raises:
-        SpecInvalid: None would be.
+        SpecInvalid: There would be none.
     """
     num_servers = options.servers or world_size // 2
     if not 0 < num_servers < world_size:

@@ -14,7 +14,7 @@ _NUMBER_BYTES = 8
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Shard:
-    """The rows of one parameter that one server keeps; a parameter without dimensions is one row."""
+    """Rows of one parameter that one server keeps; a parameter without dimensions is one row."""
 
     name: str
     start: int
@@ -30,7 +30,7 @@ class Shard:
 
     @property
     def offsets(self) -> tuple[int, ...]:
-        """Return where the shard begins in the whole parameter, in each dimension."""
+        """Return the start of the shard in the whole parameter, in each dimension."""
         return (self.start, *(0 for _ in self.shape[1:])) if self.shape else ()
 
     @property
@@ -46,20 +46,20 @@ class Shard:
 def plan_shards(
     parameters: Sequence[tuple[str, Tensor]], num_servers: int, *, cuts_tensors: bool = True
 ) -> list[list[Shard]]:
-    """Share parameters out to servers by bytes.
+    """Divide parameters over servers by bytes.
 
-    The rows of all parameters, one after the other, are cut into as many runs of consecutive rows as there are
-    servers, each cut at the row nearest to the even place. So a server's bytes differ from the even share by at most
-    one row (Li et al. 2014, section 4.4, cut a hashed range of keys; rows stay rectangles, which a checkpoint can
-    name). Whole tensors go the largest first to the server that has the least, and differ by at most the largest.
+    The rows of all parameters, concatenated, are cut into as many runs of consecutive rows as there are servers, each
+    at the row nearest to the even position. So a server's bytes differ from the even share by at most one row (Li et
+    al. 2014, section 4.4, cut a hashed range of keys; rows stay rectangles, which a checkpoint can name). Whole tensors
+    are assigned the largest first to the server with the least, and shares differ by at most the largest.
 
     Args:
-        parameters: With their names, in the model's order.
+        parameters: Parameters with their names, in the model's order.
         num_servers: At least one.
-        cuts_tensors: Whether a tensor may be cut. Optimisers that look at a whole tensor need it whole.
+        cuts_tensors: Whether a tensor may be cut. Optimisers that depend on a whole tensor need it whole.
 
     Returns:
-        The shards of each server, in the model's order; a server may have none where there are fewer rows.
+        The shards of each server, in the model's order; a server may have none if there are fewer rows.
     """
     named = [(name, tensor) for name, tensor in parameters if tensor.numel()]
     if not cuts_tensors:
@@ -101,18 +101,18 @@ def _whole_tensors(named: Sequence[tuple[str, Tensor]], num_servers: int) -> lis
 
 
 class Message:
-    """Some numbers and a tensor for each shard in one buffer of bytes, so that they are one message.
+    """Numbers and one tensor per shard in one buffer of bytes, so that they are one message.
 
-    Whatever the dtypes are, it travels as bytes; the tensors are views, and nothing is packed or unpacked.
+    Whatever the dtypes, it is sent as bytes; the tensors are views, and nothing is packed or unpacked.
     """
 
     def __init__(self, num_numbers: int, shards: Sequence[Shard], *, is_pinned: bool = False) -> None:
         """Lay out a message of zeros.
 
         Args:
-            num_numbers: Float64 numbers in front.
+            num_numbers: Number of float64 values in the header.
             shards: One tensor each, in this order.
-            is_pinned: Keep it in page-locked memory, which a CUDA device copies from and to without waiting.
+            is_pinned: Use page-locked memory, with which a CUDA device copies asynchronously.
         """
         places = []
         end = num_numbers * _NUMBER_BYTES
@@ -126,5 +126,5 @@ class Message:
 
     @property
     def num_bytes(self) -> int:
-        """Return the bytes that a message sends."""
+        """Return the bytes of a message."""
         return self.buffer.numel()

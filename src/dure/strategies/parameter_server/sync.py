@@ -1,8 +1,8 @@
-"""Parameter servers in step: every worker's gradient is added before any rank goes on. Exact.
+"""Synchronous parameter servers: every worker's gradient is added before any rank goes on. Exact.
 
-A step is: workers push gradients and facts, servers add them in the order of ranks and tell the facts, every rank looks
-at the facts, servers step and send the parameters. A worker that dies ends the run: no other rank can compute its share
-of the step, and without it the step would not be the step.
+In a step, workers push gradients and facts. Servers add them in the order of ranks and send the facts back. Every rank
+checks the facts; then servers step and send the parameters. A worker that dies ends the run: no other rank can compute
+its share of the step, and the step would be wrong without it.
 """
 
 import math
@@ -20,23 +20,23 @@ from dure.strategies.parameter_server.worker import Worker
 
 _LOSS, _COUNT, _STOP, _SAVE, _OVERFLOW, _EXPECTATION = range(6)
 _NUM_FACTS = 5
-"""Loss sum, count, stop, save, overflow: what is added up over workers and told to all."""
+"""Loss sum, count, stop, save, overflow: summed over workers and sent to all."""
 
 
 class SyncWorker(Worker):
-    """Pushes, hears the facts, and gets the parameters of the step."""
+    """Worker that pushes, receives the facts, and pulls the parameters of the step."""
 
     num_push_numbers = 6
     num_pull_numbers = 2
-    """The wishes of the server to stop and to save, which workers pass on."""
+    """Requests of the server to stop and to save, which workers pass on."""
 
     def distribute(self) -> None:
-        """Make room for the facts."""
+        """Allocate the message of facts."""
         super().distribute()
         self._facts = torch.zeros(_NUM_FACTS, dtype=torch.float64)
         self._passed_on = Requests()
         if len(self.serving.server_ranks) > 1:
-            self.serving.everyone.subgroup(list(self.serving.server_ranks))  # every rank takes part in making it
+            self.serving.everyone.subgroup(list(self.serving.server_ranks))  # collective over all ranks
 
     def sync_gradients(self) -> StepFacts:
         """Push the gradients and return the facts over all workers.
@@ -63,18 +63,18 @@ class SyncWorker(Worker):
         return StepFacts(known[:_OVERFLOW], self.sums.terms)
 
     def _unscale(self) -> list[Tensor]:
-        """Bring fp16's gradients back to their true size; return where the scaler noted overflows."""
+        """Unscale fp16's gradients; return the tensors in which the scaler recorded overflows."""
         if self.precision.scaler is None:
             return []
         self.precision.unscale(self.optimizer)
         return torchcompat.found_overflows(self.precision.scaler, self.optimizer)
 
     def replica(self) -> ReplicaState:
-        """Every worker holds the weights that the servers sent, and those that are not trained."""
+        """Return the weights that the servers sent, and the untrained ones, which are equal on all workers."""
         return replica_state("all weights", self.model.named_parameters())
 
     def optimizer_step(self) -> None:
-        """Take over what the servers have stepped."""
+        """Take the parameters that the servers have stepped."""
         self.pull()
         wishes = torch.stack([pull.numbers for pull in self.pulls]).sum(0).tolist()
         self._passed_on = Requests(stop=wishes[0] > 0, save=wishes[1] > 0)
@@ -84,13 +84,13 @@ class SyncWorker(Worker):
 
 
 class SyncServer(Server):
-    """Adds the gradients of all workers in the order of their ranks, and steps its rows."""
+    """Server that adds the gradients of all workers in the order of their ranks, and steps its rows."""
 
     num_push_numbers = SyncWorker.num_push_numbers
     num_pull_numbers = SyncWorker.num_pull_numbers
 
     def distribute(self) -> None:
-        """Make the group over which servers agree on the gradient's norm."""
+        """Create the group over which servers reduce the gradient's norm."""
         super().distribute()
         self._facts = torch.zeros(_NUM_FACTS, dtype=torch.float64)
         self._servers: Group | None = None
@@ -98,7 +98,7 @@ class SyncServer(Server):
             self._servers = ProcessGroup(self.device, self.serving.everyone.subgroup(list(self.serving.server_ranks)))
 
     def sync_gradients(self) -> StepFacts:
-        """Wait for every worker's push, and tell the facts.
+        """Wait for every worker's push, and send the facts.
 
         Communication: one message from each worker; 40 bytes to every S-th of them.
         """
@@ -141,7 +141,7 @@ class SyncServer(Server):
             message.wait()
 
     def _add_up(self) -> None:
-        """Give every piece the sum of its gradients; one that no worker used gets none, and is not stepped."""
+        """Give every shard the sum of its gradients; one that no worker used gets none, and is not stepped."""
         first, *others = self.pushes
         used = torch.stack([push.numbers[self.num_push_numbers :] for push in self.pushes]).sum(0).tolist()
         for position, piece in enumerate(self.pieces):
@@ -153,7 +153,7 @@ class SyncServer(Server):
             piece.grad = total
 
     def clip_gradients(self, parameters: list[nn.Parameter], most: float) -> None:
-        """Scale by the norm of the whole gradient: servers add up their squares."""
+        """Clip by the norm of the whole gradient: servers sum their squares."""
         gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
         square = nn.utils.get_total_norm(gradients).double().reshape(1) ** 2
         if self._servers is not None:

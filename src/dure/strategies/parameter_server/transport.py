@@ -8,14 +8,14 @@ import torch.distributed as dist
 from torch import Tensor
 
 TAG = 41
-"""Tag of every message between a worker and a server, which keeps it apart from all others."""
+"""Tag of every message between a worker and a server, which separates them from all others."""
 
 
 class UnderWay(Protocol):
-    """A message that was begun."""
+    """Handle of a message in flight."""
 
     def wait(self, timeout: timedelta = ..., /) -> Any:
-        """Wait until its buffer may be read, or written again. Raises when the other rank went away."""
+        """Wait until its buffer may be read, or written again. Raises if the other rank is gone."""
 
 
 class Transport(ABC):
@@ -23,14 +23,14 @@ class Transport(ABC):
 
     @abstractmethod
     def send(self, message: Tensor, rank: int) -> UnderWay:
-        """Begin to send a buffer of bytes, which must stay as it is until the message is through."""
+        """Start to send a buffer of bytes, which must not change until the message has been sent."""
 
     @abstractmethod
     def receive(self, message: Tensor, rank: int) -> UnderWay:
-        """Begin to receive a message of exactly the buffer's size."""
+        """Start to receive a message of exactly the buffer's size."""
 
     def close(self, *, is_whole: bool) -> None:
-        """Let go of it; no message is under way any more.
+        """Close the transport; no message is in flight any more.
 
         Args:
             is_whole: Whether all ranks live.
@@ -41,11 +41,11 @@ class C10dTransport(Transport):
     """Transport over the default process group: gloo's pair of sockets between the two ranks."""
 
     def send(self, message: Tensor, rank: int) -> UnderWay:
-        """Begin `isend`. Communication: the message's bytes to one rank, not blocking."""
+        """Start `isend`. Communication: the message's bytes to one rank, not blocking."""
         return _there(dist.isend(message, rank, tag=TAG))
 
     def receive(self, message: Tensor, rank: int) -> UnderWay:
-        """Begin `irecv`. Communication: waits for one message from one rank, not blocking."""
+        """Start `irecv`. Communication: one message from one rank, not blocking."""
         return _there(dist.irecv(message, rank, tag=TAG))
 
 

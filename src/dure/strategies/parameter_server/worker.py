@@ -1,4 +1,4 @@
-"""Worker's side of a parameter server, with every step together or at its own pace."""
+"""Worker's side of a parameter server, synchronous or asynchronous."""
 
 from dataclasses import replace
 from typing import Any
@@ -20,14 +20,14 @@ from dure.units import format_bytes
 
 
 class Worker(Strategy):
-    """A rank with a device: computes on its share, pushes gradients and pulls parameters."""
+    """Rank with a device that computes on its share, pushes gradients and pulls parameters."""
 
     rules = WeightRules(follows_groups=False, undoes_writes=True, divides_gradients=True, divides_state=True)
 
     options: ParameterServerOptions
 
     num_push_numbers: int
-    """Numbers in front of the gradients of a push."""
+    """Length of a push's header, before the gradients."""
     num_pull_numbers: int
 
     def __init__(self, context: StrategyContext) -> None:
@@ -39,18 +39,18 @@ class Worker(Strategy):
     def distribute(self) -> None:
         """Lay out a push and a pull for each server; the optimiser keeps no state here."""
         self.serving.divide(self.model, self.optimizer)
-        self.optimizer.state.clear()  # some have it from the start (Adagrad): the servers do, too
+        self.optimizer.state.clear()  # some have state from the start (Adagrad), and so have the servers
         parameters = dict(self.model.named_parameters())
         is_pinned = self.device.type == "cuda"
         self.pushes, self.pulls = [], []
         for shards in self.serving.shards:
-            # behind the numbers, whether each shard got a gradient at all
+            # after the header: a flag per shard, whether it has a gradient
             self.pushes.append(Message(self.num_push_numbers + len(shards), shards, is_pinned=is_pinned))
             self.pulls.append(Message(self.num_pull_numbers, shards, is_pinned=is_pinned))
         self._served = [[(parameters[shard.name], shard) for shard in shards] for shards in self.serving.shards]
 
     def describe(self) -> list[str]:
-        """Say who keeps what."""
+        """Return lines about the division of parameters over servers."""
         serving = self.serving
         sizes = ", ".join(format_bytes(sum(shard.num_bytes for shard in shards)) for shards in serving.shards)
         cut = "cut by rows" if serving.are_tensors_cut else "by whole tensors: the optimiser needs them whole"
@@ -62,7 +62,7 @@ class Worker(Strategy):
         return facts.tolist() if isinstance(facts, Tensor) else list(facts)
 
     def write_gradients(self) -> None:
-        """Write the gradients into the pushes, and whether there was one for each shard."""
+        """Write the gradients into the pushes, and for each shard whether it has one."""
         for push, served in zip(self.pushes, self._served, strict=True):
             used = push.numbers[self.num_push_numbers :]
             for position, ((parameter, shard), target) in enumerate(zip(served, push.tensors, strict=True)):
@@ -78,7 +78,7 @@ class Worker(Strategy):
     def push(self) -> None:
         """Send the pushes.
 
-        Communication: one message to each server, its shards' bytes and some numbers; waits until all are through.
+        Communication: one message to each server, its shards' bytes and a header; waits until all are sent.
         """
         send = self.serving.transport.send
         under_way = [send(m.buffer, rank) for m, rank in zip(self.pushes, self.serving.server_ranks, strict=True)]
@@ -88,7 +88,7 @@ class Worker(Strategy):
     def pull(self) -> None:
         """Receive the parameters.
 
-        Communication: one message from each server, its shards' bytes and some numbers; waits for all.
+        Communication: one message from each server, its shards' bytes and a header; waits for all.
         """
         receive = self.serving.transport.receive
         under_way = [receive(m.buffer, rank) for m, rank in zip(self.pulls, self.serving.server_ranks, strict=True)]
@@ -98,20 +98,20 @@ class Worker(Strategy):
                 for (parameter, shard), values in zip(served, pull.tensors, strict=True):
                     shard.of(parameter).copy_(values, non_blocking=True)
         if self.device.type != "cpu":
-            torch.accelerator.synchronize(self.device)  # the next pull overwrites what is copied from
+            torch.accelerator.synchronize(self.device)  # the next pull overwrites the source of the copies
 
     def sent_bytes(self, num_microsteps: int) -> int:
         """Return the bytes of the pushes."""
         return sum(push.num_bytes for push in self.pushes)
 
     def state_dict(self) -> StrategyState:
-        """Return the weights, which the servers had sent, and the groups; the optimiser's state is the servers'."""
+        """Return the weights, which the servers had sent, and the groups; the servers have the optimiser's state."""
         optimizer = optimizer_to_names(self.model, self.optimizer)
         optimizer["groups"] = self.serving.first_servers_groups(self.group, optimizer["groups"])
         return self._with_weights(optimizer)
 
     def own_state(self) -> StrategyState:
-        """Return the same without the values of the groups, which are the servers' to know."""
+        """Return the same without the values of the groups, which only the servers know."""
         optimizer = optimizer_to_names(self.model, self.optimizer)
         optimizer["groups"] = [{"params": group["params"]} for group in optimizer["groups"]]
         return self._with_weights(optimizer)
@@ -121,7 +121,7 @@ class Worker(Strategy):
         return StrategyState(model=model, optimizer=optimizer, is_spread=True)
 
     def load_state_dict(self, source: StateSource) -> None:
-        """Take over the weights, and give the servers theirs."""
+        """Load the weights, and send the servers theirs."""
         source.load_model(self.model)
         source.load_optimizer(self.model, self.optimizer, has_state=False)
         if self.serving.everyone.rank > 0:
@@ -132,18 +132,18 @@ class Worker(Strategy):
         self.push()
 
     def needs(self) -> Needs:
-        """Return the weights: the optimiser's state is the servers'."""
+        """Return a request for the weights only: the servers have the optimiser's state."""
         return replace(super().needs(), optimizer={})
 
     def before_reading(self) -> None:
-        """Send rank 0's buffers to all: each worker has BatchNorm statistics of its own."""
+        """Send rank 0's buffers to all: each worker has its own BatchNorm statistics."""
         self.serving.follow_shapes(self.model)
         self.serving.broadcast_buffers(self.model, self.serving.everyone)
 
     def not_preserved(self) -> list[str]:
-        """Return what this run does not preserve, as far as it has several workers, and those their own pace."""
+        """Return the differences from the one-device run that apply to the number of workers and their synchrony."""
         return self.serving.declared(super().not_preserved())
 
     def close(self) -> None:
-        """Let go of the transport."""
+        """Close the transport."""
         self.serving.close(self.group)

@@ -1,1 +1,1 @@
-"""Pipeline of stages."""
+"""Pipeline of stages on several ranks."""

@@ -1,4 +1,4 @@
-"""Cut of a pipeline: one rank tries the model on a few samples, and broadcasts what it finds."""
+"""Cut of a pipeline: one rank tries the model on a few samples, and broadcasts its findings."""
 
 from dataclasses import asdict
 from typing import Any
@@ -12,14 +12,14 @@ from dure.strategies.sections.verify import rehearse
 
 
 def decide(strategy: Strategy, model: nn.Module, num_stages: int, cuts: str | None) -> dict[str, Any]:
-    """Return the plan and what is wrong with it, as JSON values.
+    """Return the plan and its faults, as JSON values.
 
-    Cuts that are not given are found by counted operations, forward and backward: the same in every run of a task.
+    Cuts that are not given are found by counting operations, forward and backward: the same in every run of a task.
 
     Args:
-        strategy: With the task's loss and its data.
-        model: Whole, on the CPU, where it is again afterwards.
-        num_stages: How many stages.
+        strategy: Strategy with the task's loss and its data.
+        model: Whole model on the CPU, to which it returns afterwards.
+        num_stages: Number of stages.
         cuts: Modules that begin a stage, or None to find them.
     """
     if num_stages == 1:
@@ -28,7 +28,7 @@ def decide(strategy: Strategy, model: nn.Module, num_stages: int, cuts: str | No
     model.to(host)
     seen = look_at(strategy, model)
     plan, faults = plan_sections(model, seen, num_stages, cuts, costs=lambda seen: seen.operations)
-    if plan is not None and seen is not None and host.type == strategy.device.type:  # elsewhere it would take too long
+    if plan is not None and seen is not None and host.type == strategy.device.type:  # on the CPU it would take too long
         fault = rehearse(strategy, model, plan, seen, loss_section=num_stages - 1)
         faults = [fault] if fault is not None else []
     model.to("cpu")
@@ -36,7 +36,7 @@ def decide(strategy: Strategy, model: nn.Module, num_stages: int, cuts: str | No
 
 
 def _host(device: torch.device, model: nn.Module) -> torch.device:
-    """Return the device if the whole model, and its gradients twice, fit there for a moment; otherwise the CPU."""
+    """Return the device if the whole model and twice its gradients fit there temporarily; otherwise the CPU."""
     if device.type == "cpu":
         return device
     needed = 4 * sum(parameter.numel() * parameter.element_size() for parameter in model.parameters())

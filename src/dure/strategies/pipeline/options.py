@@ -9,7 +9,7 @@ from dure.strategies.sections.options import SectionOptions
 
 
 class PipelineOptions(Buckets, SectionOptions):
-    """Begins of stages, and the order of their work."""
+    """First modules of the stages, and the schedule of their work."""
 
     schedule: Literal["gpipe", "1f1b", "interleaved"] = Field(
         "1f1b", description="order of forward and backward over the microbatches"

@@ -1,10 +1,9 @@
-"""A pipeline: the model in stages on several ranks, all of them at work on different microbatches at once.
+"""Pipeline: the model in stages on several ranks, which work on different microbatches at the same time.
 
-The engine is torch.distributed.pipelining, which runs the stages in the order of a schedule (`schedule`). What dure
-adds: stages are cut out of any chain of blocks from outside (`sections.plan`, `sections.sectioned_model`), the task's
-loss stays what it is, microbatches may be of unequal sizes and none is padded (`sections.values`), and losses are
-weighted so that gradients only add up. Along the other axis of the mesh whole pipelines share each batch as ranks of
-ddp do.
+The engine is torch.distributed.pipelining, which runs the stages in the order of a schedule (`schedule`). dure adds:
+stages are cut out of any chain of blocks from outside (`sections.plan`, `sections.sectioned_model`), the task's loss is
+used unchanged, microbatches may have unequal sizes without padding (`sections.values`), and losses are weighted so that
+gradients are only added. Along the other axis of the mesh, whole pipelines share each batch as ranks of ddp do.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -50,13 +49,14 @@ _MICROBATCHES_PER_STAGE = 4
 """Microbatches for each stage if the user sets no size. GPipe found the bubble to be negligible with this many (section
 2.3)."""
 _KEPT_SCHEDULES = 4
-"""Number of schedules that are kept, each with buffers for every microbatch. A run has one for most steps and one for
-the short batch."""
+"""Maximum number of cached schedules, each with buffers for every microbatch. A run has one for most steps and one for
+the short batch.
+"""
 
 
 @dataclass(slots=True)
 class _Call:
-    """One microbatch on its way through the stages."""
+    """Microbatch on its way through the stages."""
 
     microbatch: Microbatch
     args: tuple[Any, ...]
@@ -69,7 +69,7 @@ class _Call:
 
 
 class PipelineParts(BatchParts):
-    """Microbatches for every stage at once."""
+    """Microbatches of a pipeline, by default four for every stage."""
 
     def __init__(self, spec: RunSpec, num_shares: int, num_stages: int) -> None:
         super().__init__(spec, num_shares)
@@ -81,7 +81,7 @@ class PipelineParts(BatchParts):
         return max(1, -(-share // (_MICROBATCHES_PER_STAGE * self._num_stages)))
 
     def calls_per_step(self) -> int:
-        """Return the calls on the last stage: one asks how the model is called, one computes the loss."""
+        """Return the calls on the last stage: one finds out how the model is called, one computes the loss."""
         return super().calls_per_step() * (2 if self._num_stages > 1 else 1)
 
 
@@ -110,7 +110,7 @@ class Pipeline(SectionedStrategy):
         self.replicas = self.mesh.group("data")
         self.num_stages = _num_stages(self.mesh.size("pipeline"), self.options)
         self.stages = list(range(self.section_ranks.rank, self.num_stages, self.section_ranks.world_size))
-        """The stages of this rank."""
+        """Stages of this rank."""
         self.random_stream = self.mesh.coordinate("data")
         self.share = DataShare(
             index=self.mesh.coordinate("data"),
@@ -134,7 +134,7 @@ class Pipeline(SectionedStrategy):
         return faults + faults_of(registered_chain(model), num_stages, cut_names(options.cuts), CURE)
 
     def check_traits(self, model: nn.Module) -> list[str]:
-        """Refuse a loss that hands the model what an earlier call left: only the rank of the last stage has that."""
+        """Refuse a loss that passes the model state of an earlier call: only the rank of the last stage has that."""
         faults = super().check_traits(model)
         if self.num_stages > 1 and (fed := self.traits.fed_state):
             faults.append(
@@ -153,11 +153,11 @@ class Pipeline(SectionedStrategy):
     # the cut
 
     def decide(self, model: nn.Module) -> dict[str, Any]:
-        """Return where to cut, and what is wrong with it."""
+        """Return the plan of the cut, and its faults."""
         return decide(self, model, self.num_stages, self.options.cuts)
 
     def distribute(self) -> None:
-        """Keep this rank's stages, of the model and of the optimiser, and let go of the others."""
+        """Keep this rank's stages, of the model and of the optimiser, and release the others."""
         self.keep(self.stages)
         self.sweeps = Sweeps(self.sections, self.part, self.mesh, self.device, self.precision)
         self.evaluated = stand_in(self.model, self.sweeps.evaluate, self.part.state_dict)
@@ -174,7 +174,7 @@ class Pipeline(SectionedStrategy):
     # the size of microbatches
 
     def microbatch_samples(self) -> int:
-        """Return how many samples a microbatch has at most."""
+        """Return the maximum samples of a microbatch."""
         return self.spec.microbatch_size or self.parts.default_size()
 
     # a step
@@ -187,7 +187,7 @@ class Pipeline(SectionedStrategy):
         self.sums.begin(requests)
         self._global_samples = global_samples
         self._found: dict[int, LossTerm] = {}
-        # the rank that calls the loss again begins with the state that it has now
+        # the rank that calls the loss again starts from the state at this point
         changes = self.share.leads and (self.traits.learned_state or self.traits.counted_state)
         state = ObjectState(self.objects) if changes else None
         self._calls = [self._noted(microbatch) for microbatch in microbatches]
@@ -199,7 +199,7 @@ class Pipeline(SectionedStrategy):
         try:
             self._schedule.run()
         except RuntimeError:
-            # torch reports what failed in a stage as an error of its own
+            # torch replaces the exception of a stage by one of its own
             if self._failure is not None:
                 raise self._failure from None
             raise
@@ -209,7 +209,7 @@ class Pipeline(SectionedStrategy):
         self._calls = []
 
     def computed(self, function: Callable[..., Any], *args: Any) -> Any:
-        """Call a function of the task, which may not use what other ranks keep.
+        """Call a function of the task, which may not use tensors of other ranks.
 
         Raises:
             TaskInvalid: It fails in an evaluation, on a rank that has not run the whole model.
@@ -233,7 +233,7 @@ class Pipeline(SectionedStrategy):
         return self.options.schedule
 
     def _noted(self, microbatch: Microbatch) -> _Call | None:
-        """Ask the task how it calls the model; None for a microbatch without samples, which is not computed."""
+        """Record how the task's loss calls the model; None for a microbatch without samples, which is not computed."""
         if microbatch.is_padding:
             return None
         states = GeneratorStates.now(self.device) if self.share.leads else None
@@ -257,7 +257,7 @@ class Pipeline(SectionedStrategy):
         return self._schedules[key]
 
     def _compute(self, stage: int, index: int, buffers: tuple[Tensor, ...]) -> "Tensor | tuple[Tensor, ...]":
-        """Do one stage's part of one microbatch, forward."""
+        """Compute the forward pass of one stage on one microbatch."""
         try:
             call = self._calls[index]
             is_last = stage == self.num_stages - 1
@@ -283,7 +283,7 @@ class Pipeline(SectionedStrategy):
         return self._draws.of(call.seed, begin, in_training=self.model.training)
 
     def _loss_root(self, index: int, call: _Call, begin: int, received: Any) -> Tensor:
-        """Compute the task's loss of a microbatch: the model that it calls goes on with what was received."""
+        """Compute the task's loss of a microbatch; its call of the model continues from the received values."""
         is_called = False
 
         def answer(*args: Any, **kwargs: Any) -> Any:
@@ -307,20 +307,20 @@ class Pipeline(SectionedStrategy):
         return self.precision.scale(term.root).double()
 
     def sync_gradients(self) -> StepFacts:
-        """Add up the facts over all ranks, and gradients over the replicas of the pipeline.
+        """Sum the facts over all ranks, and gradients over the replicas of the pipeline.
 
         Communication: 4 float64 over all; one all_reduce per bucket of this rank's gradients over the axis `data`.
         """
         facts = self._agreed_facts()
         assert self._schedule is not None
-        self._schedule.end()  # all stages have come to here: a last stage is idle while the first is in its backward
+        self._schedule.end()  # all stages are done: a last stage is idle while the first is in its backward
         self._add_up_over_replicas()
         return facts
 
     def _agreed_facts(self) -> StepFacts:
         if self._is_kind_known:
             return reduced_facts(self)
-        # only the last stages know whether the loss is counted in items of its own
+        # only the last stages know whether the loss has its own count of items
         counts_items = torch.full((1,), self.expectation is not None, dtype=self.sums.dtype, device=self.device)
         facts = reduced_facts(self, counts_items)
         if counts_items.item() > 0:
@@ -333,7 +333,7 @@ class Pipeline(SectionedStrategy):
             return
         has = torch.tensor([p.grad is not None for p in self.trainable], dtype=torch.float32, device=self.device)
         self.replicas.all_reduce_sum(has)
-        # one that no replica used keeps no gradient, so that the optimiser leaves it alone as on one device
+        # a parameter that no replica used keeps no gradient, so that the optimiser skips it as on one device
         used = [p for p, count in zip(self.trainable, has.tolist(), strict=True) if count]
         for bucket in _in_buckets(used, self.options.bucket_bytes):
             gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in bucket]
@@ -344,7 +344,7 @@ class Pipeline(SectionedStrategy):
                 parameter.grad = gradient.copy_(part.view_as(gradient))
 
     def sent_bytes(self, num_microsteps: int) -> int:
-        """Return what this rank sent over its cuts in the last step, and 2 (D-1)/D of its gradients over replicas."""
+        """Return the bytes sent by this rank over its cuts in the last step, plus 2 (D-1)/D of its gradients' bytes."""
         if self._schedule is None:
             return 0
         once = 0
@@ -362,7 +362,7 @@ class Pipeline(SectionedStrategy):
         return bubble() if self.device.type == "cpu" else bubble
 
     def describe(self) -> list[str]:
-        """Say where the model is cut, and in which order stages work."""
+        """Return lines about the cuts of the model and the order of the stages' work."""
         if self.num_stages == 1:
             return []
         said = f"cut before {self.plan.first_blocks()}: {self.num_stages} stages, schedule {self._schedule_name()}"
@@ -371,23 +371,23 @@ class Pipeline(SectionedStrategy):
     # evaluation and checkpoints
 
     def replica(self) -> ReplicaState:
-        """Ranks with the same stages hold the same tensors."""
+        """Return this rank's tensors; ranks with the same stages hold the same."""
         own = ((name, p) for name, p in self.model.named_parameters() if self.part.is_own(name))
         return replica_state(f"stages of pipeline rank {self.section_ranks.rank}", own, self.optimizer)
 
     def before_reading(self) -> None:
-        """Make what several ranks have the same: buffers over replicas, what is in no block over stages."""
+        """Synchronise what several ranks have: buffers over replicas, tensors outside the blocks over stages."""
         self.replicas.broadcast([buffer for buffer in self.part.own_buffers() if buffer.numel()])
         super().before_reading()
 
     def close(self) -> None:
-        """Let go of the schedules, which hold process groups."""
+        """Release the schedules, which hold process groups."""
         self._schedules.clear()
         self._schedule = None
 
 
 def _in_buckets(parameters: Sequence[nn.Parameter], most_bytes: int) -> Iterator[list[nn.Parameter]]:
-    """Yield parameters of one dtype together, as many as fit into `most_bytes`, or a larger one alone."""
+    """Yield groups of parameters of one dtype, as many as fit into `most_bytes`, or a larger one alone."""
     for dtype in dict.fromkeys(p.dtype for p in parameters):
         bucket: list[nn.Parameter] = []
         size = 0
@@ -402,7 +402,7 @@ def _in_buckets(parameters: Sequence[nn.Parameter], most_bytes: int) -> Iterator
 
 
 def fault_of_backend(device_type: str, backend: str, num_ranks: int) -> str | None:
-    """Return why stages on such devices cannot talk over a backend, or None when they can."""
+    """Return the reason why stages on such devices cannot communicate over a backend, or None if they can."""
     if num_ranks == 1 or device_type == "cpu" or "nccl" in backend:
         return None
     return (

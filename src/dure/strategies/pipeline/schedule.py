@@ -1,4 +1,4 @@
-"""torch's pipeline schedules: their stages, timed, and how many microbatches each of them needs.
+"""Pipeline schedules of torch: their stages, timed, and the number of microbatches that each schedule needs.
 
 GPipe (Huang et al. 2019, section 2.3): all forwards, then all backwards. 1F1B (Narayanan et al. 2019, section 3.2;
 2021, section 2.2.1): as soon as a stage can, it does one backward for one forward, so that it holds the activations of
@@ -31,12 +31,12 @@ class _Section(nn.Module):
         self._index = index
 
     def forward(self, *buffers: Tensor, microbatch: Tensor) -> Any:
-        """Compute a microbatch, named by its number `(1,)`."""
+        """Compute a microbatch, identified by its number `(1,)`."""
         return self._compute(self._index, int(microbatch), buffers)
 
 
 class TimedStage(PipelineStage):
-    """A stage that marks when it begins and ends to compute."""
+    """Stage that records when it starts and ends to compute."""
 
     def __init__(self, *args: Any, clock: StepClock, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -61,9 +61,9 @@ class TimedStage(PipelineStage):
 
 
 def num_scheduled(schedule: str, num_microbatches: int, num_ranks: int, num_stages: int) -> int:
-    """Return how many microbatches a schedule needs to run so many: what is more has no samples.
+    """Return the number of microbatches that a schedule runs for `num_microbatches`; the additional ones are empty.
 
-    1F1B wants one for every stage, and interleaved 1F1B as many in each round through the ranks.
+    1F1B needs one for every stage, and interleaved 1F1B the same number in each round through the ranks.
     """
     if schedule == "gpipe":
         return num_microbatches
@@ -77,33 +77,33 @@ def num_scheduled(schedule: str, num_microbatches: int, num_ranks: int, num_stag
 
 @dataclass(kw_only=True)
 class Schedule:
-    """A schedule of torch's for a number of microbatches and for buffers of certain sizes."""
+    """Schedule of torch for a number of microbatches and for buffers of certain sizes."""
 
     engine: Any
     stages: list[TimedStage]
     num_microbatches: int
     clock: StepClock
     span: tuple[Any, ...] = ()
-    """Begin and end of the last run."""
+    """Marks at the start and the end of the last run."""
 
     @classmethod
     def build(
         cls, name: str, compute: Compute, sections: Sequence[int], lanes: Sequence[Lanes], num_microbatches: int, *,
         device: torch.device, group: dist.ProcessGroup, clock: StepClock,
     ) -> "Schedule":  # fmt: skip
-        """Make the stages of this rank and their schedule.
+        """Create the stages of this rank and their schedule.
 
         All shapes are given, so that torch neither tries the model nor sends pickled descriptions of tensors.
 
         Args:
             name: `gpipe`, `1f1b` or `interleaved`.
-            compute: What the stages do.
-            sections: The stages of this rank, ascending.
-            lanes: The buffers over each cut, one fewer than there are stages.
-            num_microbatches: A number that `num_scheduled` gave.
-            device: Of the buffers.
-            group: The ranks of the pipeline.
-            clock: For the marks.
+            compute: Function that computes a stage.
+            sections: Stages of this rank, ascending.
+            lanes: Buffers over each cut, one fewer than there are stages.
+            num_microbatches: A result of `num_scheduled`.
+            device: Device of the buffers.
+            group: Ranks of the pipeline.
+            clock: Clock for the marks.
         """
         num_stages = len(lanes) + 1
 
@@ -152,14 +152,14 @@ class Schedule:
             return_outputs=False,
         )
         for stage in self.stages:
-            stage.clear_runtime_states()  # or gradients of received buffers would live until the next step
+            stage.clear_runtime_states()  # otherwise gradients of received buffers would live until the next step
 
     def end(self) -> None:
-        """Note that the stages of all ranks are done."""
+        """Mark the time at which the stages of all ranks are done."""
         self.span = (self.span[0], self.clock.mark())
 
     def bubble(self) -> Callable[[], dict[str, float]]:
-        """Return a function that gives the idle fraction of the last run; it waits for the device."""
+        """Return a function that returns the idle fraction of the last run; it waits for the device."""
         marks = [list(stage.marks) for stage in self.stages]
         span, clock = self.span, self.clock
 

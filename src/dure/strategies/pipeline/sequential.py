@@ -1,4 +1,4 @@
-"""One pass through all stages, one after the other: for evaluations, and to learn the shapes of what is exchanged."""
+"""Sequential passes through all stages, for evaluations and to find the shapes of the exchanged values."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -17,14 +17,15 @@ from dure.strategies.sections.trace import kept_buffers, tensors_of
 from dure.strategies.sections.values import Description, describe, lane_dtype, lanes_of, packed, unpacked
 
 _MOST_KNOWN = 256
-"""Shapes of batches that are remembered."""
+"""Maximum number of batch signatures whose shapes are cached."""
 
 
 class Sweeps:
-    """Sends one batch at a time through the stages. All ranks of a pipeline call it with the same batch.
+    """Runner that sends one batch at a time through the stages. All ranks of a pipeline call it with the same batch.
 
-    Shapes are learned once for each signature of a batch: a stage runs on the real values and tells the others in JSON
-    what each of its blocks gave. torch's own inference would run the stages on zeros and send pickled descriptions.
+    Shapes are found once for each signature of a batch: a stage runs on the real values and sends the others
+    descriptions of its blocks' outputs in JSON. torch's own inference would run the stages on zeros and send pickled
+    descriptions.
     """
 
     def __init__(
@@ -42,10 +43,10 @@ class Sweeps:
         self._handed: dict[Any, tuple[str, Description]] = {}
 
     def known(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Description]:
-        """Return what each block gives for a batch of such shapes.
+        """Return descriptions of each block's output for a batch of these shapes.
 
-        Communication: where it is not known yet, per stage one gathered JSON message, about 50 bytes per block, and
-        the activations over each cut.
+        Communication: for new shapes, per stage one gathered JSON message, about 50 bytes per block, and the
+        activations over each cut.
         """
         key = self._key(args, kwargs)
         if key not in self._known:
@@ -56,13 +57,13 @@ class Sweeps:
     def evaluate(self, *args: Any, **kwargs: Any) -> Any:
         """Return the model's output on every rank.
 
-        An output of tensors in plain containers is sent as it is. Of another, what the last block gave is sent, and
-        every rank runs what the model does after it: so the output is of the model's own type, whatever that is.
+        An output of tensors in plain containers is sent as it is. For any other, the last block's output is sent, and
+        every rank runs the rest of the model: so the output has the model's own type, whatever that is.
 
         Communication: per cut the activations, point to point; one broadcast of the output.
 
         Raises:
-            TaskInvalid: The output can be handed on in neither way.
+            TaskInvalid: The output can be sent in neither way.
         """
         if self._num_stages == 1:
             return self._sections.model(*args, **kwargs)
@@ -97,11 +98,11 @@ class Sweeps:
             return self._sections.run((end, None), args, kwargs, received=received, known=known, device=self._device)
 
     def _key(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        # what batches of the same shapes give may differ between training and evaluation
+        # outputs for batches of the same shapes may differ between training and evaluation
         return (_signature((args, dict(kwargs))), self._sections.model.training)
 
     def _sweep(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], *, to_end: bool) -> tuple[Any, Any]:
-        """Run all stages in turn; return the model's output and what the last block gave, on the rank that has them."""
+        """Run all stages in turn; return the model's output and the last block's, on the rank that has them."""
         key = self._key(args, kwargs)
         known = self._known.get(key)
         learned: list[Description] = [] if known is None else known
@@ -150,7 +151,7 @@ class Sweeps:
 
 
 def _signature(value: Any) -> Any:
-    """Return what a batch's shapes depend on, to be compared."""
+    """Return the features on which a batch's shapes depend, for comparison."""
     if isinstance(value, Tensor):
         return (str(value.dtype), tuple(value.shape))
     if isinstance(value, tuple | list):

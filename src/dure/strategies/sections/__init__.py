@@ -1,1 +1,1 @@
-"""Models that are cut into sections, and the strategies that run them one after another."""
+"""Models that are cut into sections, for the strategies that run sections on different devices or ranks."""

@@ -1,4 +1,4 @@
-"""Placeholders for parameters and buffers that another rank keeps: code may read their shape, never their values.
+"""Placeholders for parameters and buffers on another rank: code may read their shape, but never their values.
 
 A rank with a section of a model keeps the whole module tree, so that names, shapes and the optimiser's groups are the
 same on all ranks. While code of the task runs, an operation on an absent tensor raises `TaskInvalid`.
@@ -33,10 +33,10 @@ _VALUE_ATTRIBUTES = frozenset(("data", "T", "H", "mT", "mH", "real", "imag"))
 
 
 class _Guard:
-    """Counts of the code of the task that runs, in each thread and in all of them.
+    """Counts of running calls of the task, in each thread and in all of them.
 
-    The engine recomputes checkpoints in threads of its own, so that other threads count everywhere but in the main one:
-    there a rank may copy its state while a thread of RPC computes its section.
+    Autograd recomputes checkpoints in its own threads. Therefore calls in other threads count everywhere except in the
+    main one: there a rank may copy its state while a thread of RPC computes its section.
     """
 
     def __init__(self) -> None:
@@ -45,7 +45,7 @@ class _Guard:
         self._own = threading.local()
 
     def add(self, number: int) -> None:
-        """Count what begins (1) or ends (-1) in this thread."""
+        """Count the begin (1) or the end (-1) of a call in this thread."""
         self._own.number = getattr(self._own, "number", 0) + number
         with self._lock:
             self._num_all += number
@@ -81,7 +81,7 @@ class _Absent:
     def __torch_function__(
         cls, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        """Compute where dure asks, and where no values are read; raise elsewhere."""
+        """Compute if dure calls, or if no values are read; otherwise raise."""
         name, is_attribute = _name_of(function)
         with without_overrides():
             if not _guard.is_on or (is_attribute and name not in _VALUE_ATTRIBUTES) or name in _METADATA:
@@ -95,19 +95,19 @@ class _Absent:
         )
 
     def __repr__(self) -> str:
-        """Return the name: there are no values to show."""
+        """Return the name, because there are no values."""
         return f"<{self.absent_name}, on another rank>"
 
 
 class UsedTensors(TorchFunctionMode):
-    """A context that notes of which tensors operations use the values, and can put these back."""
+    """Context that records the tensors whose values operations use, and can restore them."""
 
     def __init__(self, tensors: Mapping[str, Tensor]) -> None:
         """Take the tensors by their names."""
         super().__init__()
         self._names = {id(tensor): name for name, tensor in tensors.items()}
         self._before: dict[str, tuple[Tensor, Tensor, Tensor]] = {}
-        """Tensors that were used, by name: themselves, their memory, and a copy of it."""
+        """Used tensors, by name: the tensors themselves, their memory, and a copy of it."""
         self.has_used_gradients = False
         """True if `.grad` of any tensor was read or set."""
 
@@ -117,7 +117,7 @@ class UsedTensors(TorchFunctionMode):
         return {*self._before}
 
     def put_back(self) -> None:
-        """Give the tensors the memory and the values that they had."""
+        """Restore the memory and the values of the tensors."""
         with torch.no_grad():
             for tensor, memory, values in self._before.values():
                 tensor.data = memory.copy_(values)
@@ -125,7 +125,7 @@ class UsedTensors(TorchFunctionMode):
     def __torch_function__(
         self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        """Note the tensors among the arguments, unless only their shape or the like is asked for."""
+        """Record the tensors among the arguments, unless only metadata such as the shape is read."""
         name, is_attribute = _name_of(function)
         self.has_used_gradients |= is_attribute and name == "grad"
         if name in _VALUE_ATTRIBUTES if is_attribute else name not in _METADATA:
@@ -140,17 +140,17 @@ class UsedTensors(TorchFunctionMode):
 
 
 class UsedState(TorchFunctionMode):
-    """A context that notes whether operations use values of an optimiser's state.
+    """Context that records whether operations use values of an optimiser's state.
 
-    What only changes each element by itself, such as `zero_()` or `mul_(0.5)`, does to parts what it would do to the
-    whole, and counts as no use.
+    Operations in place that only change each element by itself, such as `zero_()` or `mul_(0.5)`, have the same effect
+    on parts as on the whole, and do not count as a use.
     """
 
     def __init__(self, optimizer: Optimizer, *, has_numbers: bool) -> None:
-        """Take an optimiser.
+        """Watch the state of an optimiser.
 
         Args:
-            optimizer: Its state may be replaced inside.
+            optimizer: Optimiser whose state may be replaced inside the context.
             has_numbers: True if tensors of one number, such as a count of steps, are the same on all ranks.
         """
         super().__init__()
@@ -164,7 +164,7 @@ class UsedState(TorchFunctionMode):
     def __torch_function__(
         self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        """Look for tensors of the state among the arguments."""
+        """Search the arguments for tensors of the state."""
         if not self.is_used:
             name, is_attribute = _name_of(function)
             is_elementwise = not is_attribute and name.strip("_").removeprefix("foreach_") in _ELEMENTWISE
@@ -195,19 +195,19 @@ _ELEMENTWISE = frozenset({
     "abs", "add", "clamp", "clamp_max", "clamp_min", "div", "fill", "iadd", "idiv", "imul", "isub", "itruediv", "mul",
     "nan_to_num", "neg", "pow", "sign", "sqrt", "sub", "zero",
 })  # fmt: skip
-"""Operations in place, by what their names have apart from `_foreach_` and underscores."""
+"""Names of in-place operations, without `_foreach_` and underscores."""
 _LIKE = frozenset({
     "empty_like", "full_like", "ones_like", "zeros_like", "new_empty", "new_full", "new_ones", "new_zeros",
 })  # fmt: skip
-"""Operations that take shape and dtype of a tensor, and no values."""
+"""Operations that use only the shape and dtype of a tensor."""
 
 
 class AbsentParameter(_Absent, nn.Parameter):  # type: ignore[misc]
-    """A parameter of another rank."""
+    """Parameter of another rank."""
 
 
 class AbsentTensor(_Absent, Tensor):  # type: ignore[misc]
-    """A buffer of another rank."""
+    """Buffer of another rank."""
 
 
 def made_absent(tensor: Tensor, name: str) -> Tensor:
@@ -219,13 +219,13 @@ def made_absent(tensor: Tensor, name: str) -> Tensor:
 
 
 def hollow(tensor: Tensor, device: torch.device) -> Tensor:
-    """Return one number seen in the shape of a tensor: NaN where its dtype has it."""
+    """Return one number expanded to the shape of a tensor: NaN if its dtype has it."""
     value = torch.nan if tensor.is_floating_point() or tensor.is_complex() else 0
     return torch.full((), value, dtype=tensor.dtype, device=device).expand(tensor.shape)
 
 
 def _name_of(function: Callable[..., Any]) -> tuple[str, bool]:
-    """Return the name of an operation, and whether it is an attribute that is read or set."""
+    """Return the name of an operation, and whether it reads or sets an attribute."""
     name = getattr(function, "__name__", "")
     if name in ("__get__", "__set__", "__delete__"):
         return getattr(getattr(function, "__self__", None), "__name__", ""), True

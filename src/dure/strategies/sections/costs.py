@@ -1,6 +1,6 @@
 """Costs of a model's blocks: operations, counted in one forward pass, and bytes held.
 
-Nothing is measured by a clock: the cut of a model follows from the task alone.
+No time is measured: the cut of a model follows from the task alone.
 """
 
 import math
@@ -14,7 +14,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 _OPERATIONS_PER_ELEMENT = 16.0
-"""Weight of an element that is written and kept for backward, in operations of a matrix product: no block is free."""
+"""Weight of an element that is written and kept for backward, in operations of a matrix product. No block is free."""
 _RECURRENT = ("_cudnn_rnn", "miopen_rnn", "mkldnn_rnn_layer")
 
 
@@ -25,7 +25,7 @@ class BlockCost(AbstractContextManager["BlockCost"]):
         """Prepare to count.
 
         Args:
-            not_kept: Addresses of storages that are no cost of a call: parameters and buffers.
+            not_kept: Addresses of storages that are not counted: parameters and buffers.
         """
         self._not_kept = not_kept
         self._kept: dict[int, tuple[int, int]] = {}
@@ -33,11 +33,11 @@ class BlockCost(AbstractContextManager["BlockCost"]):
         self._contexts = ExitStack()
 
     def __enter__(self) -> "BlockCost":
-        """Begin to count."""
+        """Start to count."""
         kept, not_kept = self._kept, self._not_kept
 
-        # The graph of a block's output has this function and what it returns. Were the output among them, itself
-        # or by way of `self`, that would be a cycle which nothing collects, with the model in it.
+        # The graph of a block's output holds this function and its result. If the output were among them, directly or
+        # through `self`, that would be a cycle that is never collected, with the model in it.
         def count(tensor: Tensor) -> Tensor:
             if tensor.layout is torch.strided:
                 storage = tensor.untyped_storage()
@@ -46,25 +46,25 @@ class BlockCost(AbstractContextManager["BlockCost"]):
             return tensor.detach()
 
         self._contexts.enter_context(torch.autograd.graph.saved_tensors_hooks(count, lambda tensor: tensor))
-        # the one kernel whose products are counted on every device
+        # the only kernel whose products are counted on every device
         self._contexts.enter_context(sdpa_kernel(SDPBackend.MATH))
         self._contexts.enter_context(self._counter)
         return self
 
     def __exit__(self, *error: Any) -> None:
-        """End to count."""
+        """Stop counting."""
         self._contexts.close()
 
     @property
     def saved_bytes(self) -> int:
-        """Bytes kept for backward, each memory once."""
+        """Bytes kept for backward; each storage is counted once."""
         return sum(size for size, _ in self._kept.values())
 
     def operations(self, results: Sequence[Tensor]) -> float:
-        """Return the operations, forward and backward: the same whatever the precision.
+        """Return the operations, forward and backward, independently of the precision.
 
-        Those of matrix products, convolutions and attention count three times, for forward and both gradients. What
-        computes element by element is priced by its elements.
+        Those of matrix products, convolutions and attention count three times, for forward and both gradients.
+        Elementwise operations are weighted by their elements.
         """
         moved = sum(elements for _, elements in self._kept.values()) + sum(tensor.numel() for tensor in results)
         return 3.0 * self._counter.get_total_flops() + _OPERATIONS_PER_ELEMENT * moved
@@ -84,13 +84,13 @@ def _of_rnn(input_shape: Sequence[int], weights: Any, *args: Any, **kwargs: Any)
 def held_bytes(
     blocks: Mapping[str, nn.Module], calls: Sequence[str], saved_bytes: Sequence[int], samples_per_sample: float
 ) -> list[float]:
-    """Return the bytes that each call makes its device hold: parameters with their gradients, and activations.
+    """Return the bytes that each call needs on its device: parameters with their gradients, and activations.
 
     Args:
-        blocks: By name.
+        blocks: Blocks by name.
         calls: Block of every call.
-        saved_bytes: Bytes that every call keeps for backward, of a few samples.
-        samples_per_sample: Samples of a microbatch for each of those few.
+        saved_bytes: Bytes that every call keeps for backward, for the surveyed samples.
+        samples_per_sample: Samples of a microbatch per surveyed sample.
     """
     costs = []
     for position, (call, saved) in enumerate(zip(calls, saved_bytes, strict=True)):

@@ -1,8 +1,8 @@
 """Cuts of a model into sections from outside: the possible ones, and the best.
 
-A model is seen as a chain of *blocks*: what its containers (`nn.Sequential`, `nn.ModuleList`, `nn.ModuleDict`) hold,
-and in addition the model's other children, such as an embedding before and a head after the chain. A cut is a place
-before the call of a block. What the model's own `forward` does between two blocks is left as it is.
+A model is treated as a chain of *blocks*: the contents of its containers (`nn.Sequential`, `nn.ModuleList`,
+`nn.ModuleDict`), and the model's other children, such as an embedding before and a head after the chain. A cut is a
+position before the call of a block. Code of the model's own `forward` between two blocks is not changed.
 """
 
 from collections import defaultdict
@@ -13,23 +13,23 @@ import numpy as np
 from torch import nn
 
 _BODIES = (nn.TransformerEncoder, nn.TransformerDecoder, nn.Transformer)
-"""torch's own modules that call their children in training and in evaluation; others may compute around them."""
+"""Modules of torch that call their children in training and in evaluation; others may compute around them."""
 _SHOWN = 6
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Barrier:
-    """A stretch of a chain that must stay together."""
+    """Range of calls that must stay together."""
 
     first: int
     last: int
-    """Last of the calls `first + 1` to `last`, before none of which there may be a cut."""
+    """Last of the calls `first + 1` to `last`; there may be no cut before any of these."""
     why: str
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Chain:
-    """The blocks of a model in the order in which one forward pass calls them."""
+    """Blocks of a model in the order in which one forward pass calls them."""
 
     model: str
     """Class name of the model, for messages."""
@@ -37,14 +37,14 @@ class Chain:
     """Name of the block of every call."""
     barriers: tuple[Barrier, ...] = ()
     is_seen: bool = True
-    """True if the order is that of a forward pass; False if it is that in which the blocks were registered."""
+    """True if the order is that of a forward pass; False if it is the order of registration."""
 
     def why_not(self, position: int) -> str | None:
-        """Return why no section can begin with a call, or None when one can."""
+        """Return the reason why no section can begin with a call, or None if one can."""
         return next((b.why for b in self.barriers if b.first < position <= b.last), None)
 
     def places(self) -> list[int]:
-        """Return the calls with which a section can begin, the first one left out."""
+        """Return the calls with which a section can begin, except the first."""
         return [position for position in range(1, len(self.calls)) if self.why_not(position) is None]
 
     def position(self, name: str) -> int | None:
@@ -54,10 +54,10 @@ class Chain:
 
 
 def find_blocks(model: nn.Module) -> dict[str, nn.Module]:
-    """Return the blocks of a model by name, in the order in which they were registered.
+    """Return the blocks of a model by name, in the order of registration.
 
-    Containers are opened, and so is the one child that has more than half of a model's parameters (the body of which
-    the model is a wrapper). Everything else is a block, which is never cut.
+    Containers are opened, and so is the one child with more than half of a model's parameters (the body that the model
+    wraps). Everything else is a block, which is never cut.
     """
     num_all = _num_elements(model)
     found: dict[str, nn.Module] = {}
@@ -90,14 +90,14 @@ def _num_elements(module: nn.Module) -> int:
 
 
 def registered_chain(model: nn.Module) -> Chain:
-    """Return the chain as far as it is known without a forward pass: called as registered, tied as it is tied."""
+    """Return the chain without a forward pass: calls in order of registration, and barriers from tied parameters."""
     blocks = find_blocks(model)
     calls = tuple(blocks)
     return Chain(model=type(model).__name__, calls=calls, barriers=tuple(tied(model, blocks, calls)), is_seen=False)
 
 
 def tied(model: nn.Module, blocks: dict[str, nn.Module], calls: Sequence[str]) -> list[Barrier]:
-    """Return the stretches between calls that use one and the same parameter."""
+    """Return the ranges of calls that use the same parameter."""
     names = defaultdict(list)
     for name, parameter in model.named_parameters(remove_duplicate=False):
         names[id(parameter)].append(name)
@@ -119,18 +119,18 @@ def tied(model: nn.Module, blocks: dict[str, nn.Module], calls: Sequence[str]) -
 
 
 def cut_names(cuts: str | None) -> list[str] | None:
-    """Split the words of the option `cuts`: the names of the modules that begin a new section."""
+    """Split the option `cuts` into the names of the modules that begin a new section."""
     return None if cuts is None else [word.strip() for word in cuts.split(",") if word.strip()]
 
 
 def faults_of(chain: Chain, num_sections: int, cuts: Sequence[str] | None, cure: str) -> list[str]:
-    """Return why a chain cannot be cut so, a sentence each.
+    """Return the reasons why a chain cannot be cut in this way, one sentence each.
 
     Args:
         chain: The blocks.
-        num_sections: How many sections are wanted.
-        cuts: The names of the modules that are to begin a new section; None leaves the choice open.
-        cure: What to use instead, such as `ddp or fsdp`.
+        num_sections: Requested number of sections.
+        cuts: Names of the modules that begin a new section; None if any cuts will do.
+        cure: Alternative, such as `ddp or fsdp`.
     """
     if num_sections == 1 and not cuts:
         return []
@@ -189,9 +189,9 @@ def begins_of(chain: Chain, num_sections: int, cuts: Sequence[str] | None, costs
 
     Args:
         chain: The blocks.
-        num_sections: How many sections.
-        cuts: Names that `faults_of` has nothing against; None finds the cuts by `costs`.
-        costs: Of every call.
+        num_sections: Number of sections.
+        cuts: Names in which `faults_of` finds no fault; None finds the cuts by `costs`.
+        costs: Cost of every call.
     """
     if cuts is not None:
         return [0, *(chain.position(name) or 0 for name in cuts)]
@@ -199,12 +199,12 @@ def begins_of(chain: Chain, num_sections: int, cuts: Sequence[str] | None, costs
 
 
 def balanced(costs: Sequence[float], places: Sequence[int], num_sections: int) -> list[int]:
-    """Cut a sequence so that the costliest section costs as little as possible; of equals the earliest cuts.
+    """Cut a sequence so that the largest cost of a section is minimal; among equals the earliest cuts win.
 
     Exact, by dynamic programming over (sections, places): O(sections * places^2).
 
     Args:
-        costs: Of each item.
+        costs: Cost of each item.
         places: Items with which a section after the first may begin, ascending.
         num_sections: At most one more than there are places.
 
@@ -213,7 +213,7 @@ def balanced(costs: Sequence[float], places: Sequence[int], num_sections: int) -
     """
     until = np.concatenate([[0.0], np.cumsum(np.asarray(costs, dtype=np.float64))])
     ends = [*places, len(costs)]
-    # best[j]: the least possible cost of the costliest section when the sections so far end before ends[j]
+    # best[j]: the least possible maximum cost of a section if the sections so far end before ends[j]
     best = [(float(until[end]), [0]) for end in ends]
     for number in range(2, num_sections + 1):
         following: list[tuple[float, list[int]]] = []

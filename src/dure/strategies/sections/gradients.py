@@ -1,4 +1,4 @@
-"""Gradients of a model whose sections are on different ranks: scaling and clipping as if they were on one."""
+"""Scaling and clipping of gradients whose sections are on different ranks, as if they were on one."""
 
 from collections.abc import Sequence
 
@@ -12,7 +12,7 @@ from dure.strategies.contract.precision import Precision
 
 
 def share_overflows(group: Group, precision: Precision, optimizer: Optimizer, device: torch.device) -> None:
-    """Agree whether a gradient overflowed: all ranks skip the step, or none.
+    """Agree on whether a gradient overflowed: either all ranks skip the step, or none.
 
     Communication: with fp16 one all_reduce of one number.
     """
@@ -30,11 +30,11 @@ def clip_by_common_norm(
 
     Args:
         group: Ranks that have sections of one model.
-        parameters: This rank's.
+        parameters: Parameters of this rank.
         most: Norm above which gradients are scaled down.
-        dtype: Of the sum of squares; float64 where the device has it, as float32 may not hold the square of a norm that
-            it holds.
-        device: Of the sum of squares.
+        dtype: Dtype of the sum of squares; float64 if the device has it, because the square of a norm may overflow
+            float32.
+        device: Device of the sum of squares.
     """
     gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
     square = torch.zeros((), dtype=dtype, device=device)

@@ -1,9 +1,9 @@
-"""A model in sections on several devices of one process: what does not fit one device is spread over several.
+"""Model in sections on several devices of one process, for models that do not fit one device.
 
-The oldest way to use two devices (Krizhevsky et al. 2012, section 3.2, had half of each layer on each of two cards;
-here each card has half of the layers). Every device waits for the one before it, so nothing gets faster: `pipeline` is
-the strategy that keeps them all at work. From outside the model only its blocks' inputs are moved: hooks carry the
-activations to the device of the next section, autograd carries the gradients back.
+The oldest way to use two devices (Krizhevsky et al. 2012, section 3.2, had half of each layer on each of two GPUs; here
+each GPU has half of the layers). Every device waits for the one before it, so nothing gets faster: `pipeline` is the
+strategy that keeps all of them busy. The model itself is unchanged; only its blocks' inputs are moved. Hooks send the
+activations to the device of the next section, and autograd sends the gradients back.
 """
 
 from collections.abc import Callable, Iterable, Mapping
@@ -28,7 +28,7 @@ from dure.units import format_bytes
 
 
 class ModelParallel(Strategy):
-    """One process, many devices, each with some consecutive blocks of the model."""
+    """One process with many devices, each with some consecutive blocks of the model."""
 
     options: SectionOptions
 
@@ -43,13 +43,13 @@ class ModelParallel(Strategy):
         return faults_of(registered_chain(model), spec.num_devices, cut_names(SectionOptions.of(spec).cuts), CURE)
 
     def place(self, model: nn.Module) -> nn.Module:
-        """Decide where to cut, and put every section on its device."""
+        """Cut the model, and move every section to its device."""
         self.plan = self._decide(model)
         self._section, self._sent = 0, 0
         for name, section in self.plan.owners(model).items():
             _move(model, name, self.devices[section])
         if len(self.devices) > 1:
-            # functions, which a deep copy of the model keeps, and not methods, with which it would copy this object
+            # functions, which a deep copy of the model shares, and not methods, with which it would copy this object
             model.register_forward_pre_hook(lambda *_: self._begin())
             for name in dict.fromkeys(self.plan.calls):
                 block = model.get_submodule(name)
@@ -73,13 +73,13 @@ class ModelParallel(Strategy):
         blocks, ratio = dict(model.named_modules()), of_a_microbatch / SURVEYED_SAMPLES
         return held_bytes(blocks, seen.chain.calls, seen.saved_bytes, ratio)
 
-    # what goes from device to device
+    # transfers between devices
 
     def _begin(self) -> None:
         self._section = 0
 
     def _entrance(self, section: int) -> Callable[[nn.Module, Any, Any], Any]:
-        """Return a hook that brings a block of a section what it takes."""
+        """Return a hook that moves the inputs of a section's blocks to its device."""
 
         def enter(block: nn.Module, args: Any, kwargs: Any) -> Any:
             self._note_crossing(section, (args, kwargs))
@@ -88,7 +88,7 @@ class ModelParallel(Strategy):
         return enter
 
     def _leave(self, output: Any) -> Any:
-        """Bring the output to the first device, where the task's loss expects it."""
+        """Move the output to the first device, where the task's loss expects it."""
         self._note_crossing(0, output)
         return to_device(output, self.devices[0])
 
@@ -97,10 +97,10 @@ class ModelParallel(Strategy):
             return
         self._section = section
         for tensor in tensors_of(values):
-            # the gradient comes back by the same way
+            # the gradient is sent back
             self._sent += tensor.numel() * tensor.element_size() * (2 if tensor.requires_grad else 1)
 
-    # the step
+    # step
 
     def forward_backward(self, microbatches: Iterable[Microbatch], *, global_samples: int, requests: Requests) -> None:
         """Accumulate the gradients of all microbatches, each section's on its device."""
@@ -108,7 +108,7 @@ class ModelParallel(Strategy):
         super().forward_backward(microbatches, global_samples=global_samples, requests=requests)
 
     def sync_gradients(self) -> StepFacts:
-        """Add up the terms; there is no other rank."""
+        """Sum the terms; there is no other rank."""
         return self.sums.step_facts()
 
     def _correct_count(self) -> None:
@@ -122,11 +122,11 @@ class ModelParallel(Strategy):
                 torchcompat.multiply_(gradients, there)
 
     def sent_bytes(self, num_microsteps: int) -> int:
-        """Return the bytes of the activations that crossed a cut, or came back as output, and of their gradients."""
+        """Return the bytes of the activations that crossed a cut, or returned as output, and of their gradients."""
         return self._sent
 
     def describe(self) -> list[str]:
-        """Say where the model is cut."""
+        """Return a line about the cuts of the model."""
         if len(self.devices) == 1:
             return []
         sizes = ", ".join(format_bytes(size) for size in self.section_bytes())
@@ -149,7 +149,7 @@ class ModelParallel(Strategy):
 
 
 def _move(model: nn.Module, name: str, device: torch.device) -> None:
-    """Move one parameter or buffer; a parameter stays the same object, so that ties hold."""
+    """Move one parameter or buffer; a parameter stays the same object, so that ties are kept."""
     path, _, leaf = name.rpartition(".")
     module = model.get_submodule(path)
     tensor = getattr(module, leaf)

@@ -1,4 +1,4 @@
-"""A rank's part of a model in sections: what it keeps, what it lets go, what a checkpoint sees of it."""
+"""A rank's part of a model in sections: its tensors, placeholders for the others, and its part of checkpoints."""
 
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -17,24 +17,24 @@ from dure.strategies.state.tensor_shard import Needs, rectangles
 
 
 class LocalStages(nn.Module):
-    """The tensors of some sections under the whole model's names.
+    """Tensors of some sections under the whole model's names.
 
-    The model stays what it is, with all its modules and names. Parameters of blocks that other ranks keep are each one
-    number of NaN seen in their shape, and like buffers of such blocks refuse to be used (`absent_tensors`). Those
-    outside of the blocks are small; every rank has them, and one rank trains each.
+    The model keeps all its modules and names. Parameters of blocks on other ranks are replaced by one NaN expanded to
+    their shape. Like buffers of such blocks, they raise on use (`absent_tensors`). Tensors outside the blocks are
+    small; every rank has them, and one rank trains each.
     """
 
     def __init__(self, model: nn.Module, plan: SectionPlan, sections: Iterable[int], device: torch.device) -> None:
-        """Let go of what other ranks keep, and move the rest.
+        """Release the tensors of other ranks, and move the rest.
 
         Args:
-            model: Whole.
-            plan: Who keeps what.
-            sections: Of this rank.
-            device: Of this rank.
+            model: Whole model.
+            plan: Section of each tensor.
+            sections: Sections of this rank.
+            device: Device of this rank.
         """
         super().__init__()
-        self._whole = [model]  # in a list: the model is no part of its part
+        self._whole = [model]  # in a list, so that the model is no submodule of its part
         mine = set(sections)
         owners = plan.owners(model)
         blocks = tuple(dict.fromkeys(plan.calls))
@@ -42,7 +42,7 @@ class LocalStages(nn.Module):
         self._in_own_blocks = tuple(f"{block}." for block in blocks if plan.section_of_block(block) in mine)
         self._keeps_rest = 0 in mine
         self.loose = {name: owners[name] for name in sorted(owners) if not name.startswith(self._in_blocks)}
-        """Section that keeps each parameter and buffer outside of the blocks, by name."""
+        """Section that keeps each parameter and buffer outside the blocks, by name."""
         self._own_loose = {name for name, section in self.loose.items() if section in mine}
         for name in owners:
             before = _tensor(model, name)
@@ -50,35 +50,35 @@ class LocalStages(nn.Module):
                 _replace(model, name, before.to(device))
             else:
                 nothing = hollow(before, device)
-                # buffers are copied into, when a step is skipped or a rank restarts
+                # buffers are copied into when a step is skipped or a rank restarts
                 _replace(model, name, nothing if isinstance(before, nn.Parameter) else nothing.clone())
                 made_absent(_tensor(model, name), name)
         self._of_others = [(name, parameter) for name, parameter in model.named_parameters() if not self.is_own(name)]
 
     def is_own(self, name: str) -> bool:
-        """Return whether this rank is the one to keep what has a name in the model's state."""
+        """Return whether this rank keeps the tensor with this name in the model's state."""
         if name.startswith(self._in_blocks):
             return name.startswith(self._in_own_blocks)
         return name in self._own_loose or (name not in self.loose and self._keeps_rest)
 
     def is_here(self, name: str) -> bool:
-        """Return whether this rank has what has a name in the model's state, be it the one to keep it or not."""
+        """Return whether this rank has the tensor with this name in the model's state, whether or not it keeps it."""
         return name in self.loose or self.is_own(name)
 
     @property
     def whole(self) -> nn.Module:
-        """The model."""
+        """Whole model."""
         return self._whole[0]
 
     def trainable(self) -> list[nn.Parameter]:
-        """Return this rank's parameters that are trained."""
+        """Return this rank's trained parameters."""
         return [p for name, p in self.whole.named_parameters() if self.is_own(name) and p.requires_grad]
 
     def refuse_lost_gradients(self, found: Iterable[Tensor] | None = None) -> None:
         """Refuse gradients of parameters that another rank trains.
 
         Args:
-            found: Tensors that have one; those with `.grad` by default.
+            found: Tensors that have a gradient; those with `.grad` by default.
 
         Raises:
             TaskInvalid: Names the parameter; no rank would add its gradient to the others.
@@ -97,12 +97,12 @@ class LocalStages(nn.Module):
         return [buffer for name, buffer in self.whole.named_buffers() if self.is_own(name)]
 
     def broadcast_loose(self, group: Group) -> None:
-        """Make what is in no block the same on all ranks: each has it, and one trains it.
+        """Broadcast the tensors outside the blocks, which every rank has and one rank trains.
 
         Communication: one broadcast for each such tensor.
 
         Args:
-            group: Ranks that have sections of the model, each the section of its number and those a world size apart.
+            group: Ranks that have sections of the model; rank r has sections r, r + world size, and so on.
         """
         tensors = {**dict(self.whole.named_parameters()), **dict(self.whole.named_buffers())}
         for name, section in self.loose.items():
@@ -110,7 +110,7 @@ class LocalStages(nn.Module):
                 group.broadcast([tensors[name].data], source_rank=section % group.world_size)
 
     def tensors(self) -> list[Tensor]:
-        """Return this rank's parameters and buffers, and those outside of the blocks, which every rank has."""
+        """Return this rank's parameters and buffers, and those outside the blocks, which every rank has."""
         named = [*self.whole.named_parameters(), *self.whole.named_buffers()]
         return [tensor for name, tensor in named if self.is_here(name)]
 
@@ -120,15 +120,15 @@ class LocalStages(nn.Module):
         return {name: value for name, value in state.items() if self.is_own(name)}
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
-        """Take over this rank's tensors."""
+        """Load this rank's tensors."""
         return self.whole.load_state_dict(state_dict, strict=False, assign=assign)
 
-    # with the part of an optimiser that belongs to it
+    # with this rank's part of an optimiser
 
     def divide(self, optimizer: Optimizer) -> None:
-        """Leave an optimiser over the whole model the parameters of this part."""
+        """Reduce an optimiser over the whole model to the parameters of this part."""
         self._group_names = group_names(self.whole, optimizer)
-        # frozen ones too, for checkpoints name them
+        # frozen ones too, because checkpoints name them
         keep_only(optimizer, [p for name, p in self.whole.named_parameters() if self.is_own(name)])
 
     def save(self, optimizer: Optimizer) -> StrategyState:
@@ -137,12 +137,12 @@ class LocalStages(nn.Module):
         return StrategyState(model=self.state_dict(), optimizer=state, is_spread=True)
 
     def load(self, source: StateSource, optimizer: Optimizer) -> None:
-        """Take over this rank's part of a checkpoint."""
+        """Load this rank's part of a checkpoint."""
         source.load_model(self, is_part=True)
         source.load_optimizer(self.whole, optimizer, whole=self._group_names)
 
     def needs(self) -> Needs:
-        """Return what this rank keeps: its tensors, and its parameters' part of the optimiser's state."""
+        """Return a request for this rank's tensors, and its parameters' part of the optimiser's state."""
         own = ((name, p) for name, p in self.whole.named_parameters(remove_duplicate=False) if self.is_own(name))
         return Needs(model=rectangles(self.state_dict().items()), optimizer=rectangles(own))
 
@@ -154,7 +154,7 @@ def _tensor(model: nn.Module, name: str) -> Tensor:
 
 
 def _replace(model: nn.Module, name: str, value: Tensor) -> None:
-    """Put another tensor into the place of a parameter's or buffer's; a parameter stays the same object."""
+    """Replace a parameter or buffer by another tensor; a parameter stays the same object."""
     path, _, leaf = name.rpartition(".")
     module = model.get_submodule(path)
     before = getattr(module, leaf)
@@ -165,9 +165,9 @@ def _replace(model: nn.Module, name: str, value: Tensor) -> None:
 
 
 def keep_only(optimizer: Optimizer, parameters: Iterable[nn.Parameter]) -> None:
-    """Let an optimiser forget all parameters but these; its groups stay, so that all ranks have the same ones.
+    """Remove all other parameters from an optimiser; its groups stay, so that all ranks have the same ones.
 
-    State that it made when it was built moves to the device of its parameter.
+    State that it made when it was built is moved to the device of its parameter.
     """
     kept = {id(parameter) for parameter in parameters}
     for group in optimizer.param_groups:

@@ -1,4 +1,4 @@
-"""The decision where a model is cut: taken from one batch, told to all ranks, and the same on all of them."""
+"""Decision where a model is cut: derived from one batch on one rank, and sent to all ranks."""
 
 from bisect import bisect_right
 from collections.abc import Callable, Mapping, Sequence
@@ -17,24 +17,25 @@ from dure.strategies.state.trial import Trial
 
 CURE = "ddp or fsdp"
 SURVEYED_SAMPLES = 4
-"""Samples that a model is tried on, whatever a microbatch has: a restart with smaller ones must not move a cut."""
+"""Samples for the trial of a model, whatever the size of a microbatch: a restart with smaller ones must not move a cut.
+"""
 
 
 @dataclass(frozen=True, kw_only=True)
 class SectionPlan:
-    """Plan of the sections: what each computes and keeps. JSON values only, so that one rank can send it."""
+    """Plan of the sections: the calls and the tensors of each. JSON values only, so that one rank can send it."""
 
     calls: list[str]
-    """The block of every call of a forward pass, in order."""
+    """Block of every call of a forward pass, in order."""
     begins: list[int]
-    """The call with which each section begins."""
+    """Call with which each section begins."""
     homes: dict[str, int]
-    """Parameters and buffers outside of the blocks, and the section that uses them."""
+    """Parameters and buffers outside the blocks, and the section that uses them."""
     ends_with_last_block: bool = True
     """True if the model's output follows from the last block's output and the batch."""
 
     def section_of(self, position: int) -> int:
-        """Return the section that does a call."""
+        """Return the section that computes a call."""
         return bisect_right(self.begins, position) - 1
 
     def section_of_block(self, name: str) -> int:
@@ -54,7 +55,7 @@ class SectionPlan:
         return {name: sections[id(tensor)] for name, tensor in named}
 
     def first_blocks(self) -> str:
-        """Return the blocks with which the sections after the first begin, as the option `cuts` takes them."""
+        """Return the first blocks of the sections after the first, in the syntax of the option `cuts`."""
         return ",".join(self.calls[begin] for begin in self.begins[1:])
 
     def bounds(self, section: int) -> tuple[int, int]:
@@ -64,14 +65,14 @@ class SectionPlan:
 
 
 def look_at(strategy: Strategy, model: nn.Module) -> Survey | None:
-    """Watch a forward pass of a model on the first samples; None where there is no batch to do it with.
+    """Trace a forward pass of a model on the first samples; None if there is no batch.
 
     Args:
-        strategy: With the task's loss and its data.
-        model: Wherever it is; the batch is moved to it. It is left as it was, and so are the task and the generators.
+        strategy: Strategy with the task's loss and its data.
+        model: Model on any device; the batch is moved to it. Model, task and generators are restored.
 
     Raises:
-        TaskInvalid: The model works, but not while its blocks are watched.
+        TaskInvalid: The model works, but not while its blocks are traced.
     """
     if strategy.example is None:
         return None
@@ -93,7 +94,7 @@ def look_at(strategy: Strategy, model: nn.Module) -> Survey | None:
 
 
 def first_batch(strategy: Strategy, model: nn.Module) -> Any:
-    """Return the first samples, as many as a model is tried on, on the model's device."""
+    """Return the first samples, as many as a trial uses, on the model's device."""
     assert strategy.example is not None
     return to_device(strategy.example(SURVEYED_SAMPLES), next(model.parameters()).device)
 
@@ -105,16 +106,16 @@ def plan_sections(
     """Decide where a model is cut.
 
     Args:
-        model: All of it.
-        seen: Survey of a forward pass; without one the blocks are taken as they are registered, and cost their bytes.
-        num_sections: How many sections.
-        cuts: The words of the option `cuts`, or None to find the most even ones.
-        costs: Gives the cost of every call.
+        model: Whole model.
+        seen: Survey of a forward pass; without one, blocks are in the order of registration and cost their bytes.
+        num_sections: Number of sections.
+        cuts: The option `cuts`, or None to find the most even ones.
+        costs: Function that returns the cost of every call.
         keeps_batch_apart: Whether the batch stays on the first section's device, so that the model's own code cannot
-            use it together with what a later section computes.
+            use it together with results of a later section.
 
     Returns:
-        The plan, or why there is none, a sentence each.
+        The plan, or the reasons why there is none, one sentence each.
     """
     chain, homes = registered_chain(model), dict[str, int]()
     if seen is not None:

@@ -1,8 +1,8 @@
-"""Random numbers in a pipeline: what all stages draw alike, and what each section draws for itself.
+"""Random numbers in a pipeline: those that all stages draw alike, and those that each section draws alone.
 
-All stages call the task's loss on the same batch, so what it draws before it calls the model (a mixing factor, noise)
-must come out the same on all of them: every stage's generators are kept in the same state. What a section draws
-(dropout) comes from a seed of the microbatch and the section, and leaves the generators as they were.
+All stages call the task's loss on the same batch. Its draws before the call of the model (a mixing factor, noise) must
+be the same on all of them, so every stage's generators are kept in the same state. Draws of a section (dropout) come
+from a seed of the microbatch and the section, and do not change the generators.
 """
 
 from collections.abc import Iterator, Sequence
@@ -16,7 +16,7 @@ from dure.strategies.contract.watch.draws import DrawWatch
 
 
 class SectionDraws:
-    """Draws of this rank's sections."""
+    """Random state of this rank's sections."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -25,7 +25,7 @@ class SectionDraws:
 
     @contextmanager
     def of(self, seed: int, section: int, *, in_training: bool) -> Iterator[None]:
-        """Draw what belongs to a section of a microbatch, and put all generators back as they were."""
+        """Seed the generators for a section of a microbatch, and restore all of them afterwards."""
         with kept_global_randomness(self._device):
             seed_draws(self._device, seed, section)
             before = GeneratorStates.now(self._device) if in_training and not self.is_seen else None
@@ -35,11 +35,11 @@ class SectionDraws:
 
 
 class CommonSeeds:
-    """Seeds for the draws of sections, drawn from the generator that all stages have in the same state."""
+    """Seeds for the draws of sections, drawn from the generator that is in the same state on all stages."""
 
     def __init__(self) -> None:
         self._begin: Tensor | None = None
-        """State of the generator since which nothing but seeds has been drawn."""
+        """State of the generator since which only seeds have been drawn."""
         self._state: Tensor | None = None
         """State of the generator after the last seed."""
 
@@ -53,14 +53,14 @@ class CommonSeeds:
         return seed
 
     def are_all_since(self, before: GeneratorStates) -> bool:
-        """Return whether nothing but seeds has been drawn since the generators were in these states."""
+        """Return whether only seeds have been drawn since the generators were in these states."""
         if self._begin is None or self._state is None or not torch.equal(self._begin, before.of_cpu):
             return False
         return GeneratorStates.now().is_same_as(before._replace(of_cpu=self._state, of_devices=()))
 
 
 class SectionDrawWatch(DrawWatch):
-    """Watch over the generators where seeds for sections are drawn from them too."""
+    """Watch over the generators from which seeds for sections are also drawn."""
 
     def __init__(self, devices: Sequence[torch.device], draws: SectionDraws, seeds: CommonSeeds) -> None:
         super().__init__(devices)
@@ -68,5 +68,5 @@ class SectionDrawWatch(DrawWatch):
         self._seeds = seeds
 
     def has_drawn_since(self, before: GeneratorStates) -> bool:
-        """Return whether a section has drawn, or anything but the seeds of sections has been drawn."""
+        """Return whether a section has drawn, or anything except the seeds of sections was drawn."""
         return self._draws.is_seen or (super().has_drawn_since(before) and not self._seeds.are_all_since(before))

@@ -35,14 +35,14 @@ class Result(NamedTuple):
 
 
 class Failed(NamedTuple):
-    """Result of a section that raised: an exception sent through RPC would have its traceback as its text."""
+    """Result of a section that raised: an exception sent through RPC would have its traceback as its message."""
 
     said: str
     exit_code: int
 
     @classmethod
     def of(cls, rank: int, error: Exception) -> "Failed":
-        """Say who failed and where; the traceback goes to this rank's log."""
+        """Return the failure of a rank; the traceback is written to this rank's log."""
         print_traceback("".join(traceback.format_exception(error)))
         if isinstance(error, DureError):
             return cls(str(error), error.exit_code)
@@ -52,16 +52,16 @@ class Failed(NamedTuple):
 
 
 def leads_to(outputs: Iterable[Tensor], inputs: Iterable[Tensor]) -> bool:
-    """Return whether backward from some tensors comes to one of others; also where none of these has a gradient.
+    """Return whether backward from `outputs` reaches any of `inputs`; True also if none of these has a `grad_fn`.
 
-    torch's distributed backward waits for each message that carried a gradient, for ever if nothing leads to it.
+    torch's distributed backward waits for each message that carried a gradient, forever if nothing leads to it.
     """
     ends = [tensor.grad_fn for tensor in inputs if tensor.grad_fn is not None]
     if not ends:
         return True
     waiting = [tensor.grad_fn for tensor in outputs if tensor.grad_fn is not None]
     seen = {id(node) for node in waiting}
-    alive: list[Any] = []  # so that no other node gets its id
+    alive: list[Any] = []  # kept alive, so that no other node gets the same id
     while waiting:
         node = waiting.pop()
         alive.append(node)
@@ -75,11 +75,11 @@ def leads_to(outputs: Iterable[Tensor], inputs: Iterable[Tensor]) -> bool:
 
 
 def on_host(result: Any) -> Any:
-    """Return a result as it travels, in host memory; a reference as it is."""
+    """Return a result in host memory, for sending; a reference is returned unchanged."""
     return map_tensors(result, _travelling) if isinstance(result, Result) else result
 
 
 def _travelling(tensor: Tensor) -> Tensor:
-    # a leaf arrives as a leaf, with a gradient of its own that no rank would ask for
+    # a leaf would arrive as a leaf, with its own gradient that no rank collects
     is_leaf = tensor.requires_grad and tensor.is_leaf and torch.is_grad_enabled()
     return (tensor.view_as(tensor) if is_leaf else tensor).to(HOST)

@@ -1,10 +1,10 @@
-"""A model in sections held by different processes, driven by rank 0 through torch RPC.
+"""Model in sections on different processes, driven by rank 0 through torch RPC.
 
-What `torch.distributed.rpc` was made for: a forward pass is a chain of remote calls, each of which leaves its result
-where it was computed and returns a reference to it (RRef); the next section fetches it from there. Distributed autograd
-records what crosses processes and runs one backward through all of them; DistributedOptimizer steps every parameter
-where it is. Sections are cut from outside as `pipeline` cuts them; here one works at a time, and only rank 0 has data.
-Other ranks follow the loop by the facts of each step, and compute in the threads of their agents.
+This is the purpose of `torch.distributed.rpc`. A forward pass is a chain of remote calls. Each leaves its result where
+it was computed and returns a reference to it (RRef), from which the next section fetches it. Distributed autograd
+records transfers between processes and runs one backward through all of them; DistributedOptimizer steps every
+parameter on its rank. Sections are cut from outside as `pipeline` cuts them; here one works at a time, and only rank 0
+has data. Other ranks follow the loop by the facts of each step, and compute in the threads of their agents.
 """
 
 import threading
@@ -43,11 +43,11 @@ _UNUSED = (
     "{what} has no part in this batch's gradient (it is detached, or not used), and rpc_model's backward would wait "
     "for it for ever: let every batch use it, or use pipeline or ddp"
 )
-"""Sentence about a message between sections that backward would not come to."""
+"""Message about a value between sections that backward would not reach."""
 
 
 class RpcModel(SectionedStrategy):
-    """One section of the model on each rank; rank 0 has the data and calls the others."""
+    """Strategy with one section of the model on each rank; rank 0 has the data and calls the others."""
 
     options: SectionOptions
 
@@ -62,7 +62,7 @@ class RpcModel(SectionedStrategy):
         self.take_share(DataShare(index=0, count=1, takes_samples=self.drives, leads=self.drives))
         self.facts_lag = 0
         self._outputs: list[Sequence[Tensor]] = []
-        """Tensors of what each call of the model gave in the microbatch under way, on rank 0."""
+        """Tensors of the output of each call of the model in the current microbatch, on rank 0."""
         self._threads = threading.local()
         self._num_threads = torch.get_num_threads()
 
@@ -78,11 +78,11 @@ class RpcModel(SectionedStrategy):
 
     @classmethod
     def check_optimizer(cls, optimizer: Optimizer) -> list[str]:
-        """Refuse an optimiser that needs all parameters together: every section steps its own."""
+        """Refuse an optimiser that needs all parameters together: every rank steps its own section."""
         return faults_of_parts(optimizer, "cannot step each section by itself")
 
     def check_traits(self, model: nn.Module) -> list[str]:
-        """Refuse a loss that changes state of modules too: other ranks, which compute these, would not see it."""
+        """Refuse also a loss that changes state of modules: other ranks, which compute these, would not see it."""
         faults = super().check_traits(model)
         if self.group.world_size > 1 and (paths := self.traits.module_state):
             faults.append(changes_module(paths[0]))
@@ -95,7 +95,7 @@ class RpcModel(SectionedStrategy):
     # the cut
 
     def decide(self, model: nn.Module) -> dict[str, Any]:
-        """Return the plan, by the bytes that each section would hold, and what is wrong with it."""
+        """Return the plan, by the bytes of each section, and its faults."""
         num_sections = self.group.world_size
         if num_sections == 1:
             return {"faults": [], "plan": asdict(SectionPlan(calls=[], begins=[0], homes={}))}
@@ -113,7 +113,7 @@ class RpcModel(SectionedStrategy):
         return {"faults": faults, "plan": None if plan is None else asdict(plan)}
 
     def distribute(self) -> None:
-        """Keep this rank's section, of the model and of the optimiser, and start to answer calls.
+        """Keep this rank's section, of the model and of the optimiser, and start to serve calls.
 
         Communication: rank 0's weights broadcast to all; the agents' rendezvous; a reference to each parameter.
         """
@@ -131,7 +131,7 @@ class RpcModel(SectionedStrategy):
             self._remote_optimizer: Any = torchcompat.optimizer_of_references(_take_optimizer, self._references())
 
     def _references(self) -> list[Any]:
-        """Return a reference to every trained parameter, where it is."""
+        """Return a reference to every trained parameter, on the rank that has it."""
         from torch.distributed import rpc
 
         owners = self.plan.owners(self.model)
@@ -139,22 +139,22 @@ class RpcModel(SectionedStrategy):
         return [rpc.remote(agent_name(owner), _parameter, args=(name,)) for name, owner in named]
 
     def describe(self) -> list[str]:
-        """Say where the model is cut."""
+        """Return lines about the cuts of the model."""
         if self.group.world_size == 1:
             return []
         return [f"cut before {self.plan.first_blocks()}: {self.group.world_size} sections, called from rank 0 by RPC"]
 
-    # a call of the model
+    # calls of the model
 
     def _call(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the model's sections one after the other, each where it is, and return the output here.
+        """Run the model's sections one after the other, each on its rank, and return the output here.
 
-        Communication: the call's arguments to every other rank; over each cut what the block before it gave, from its
-        owner to the next; the output to rank 0. With gradients the same way back.
+        Communication: the call's arguments to every other rank; over each cut the output of the block before it, from
+        its owner to the next; the output to rank 0. Gradients are sent back in the same way.
         """
         from torch.distributed import rpc
 
-        # an evaluation seeds the generators for each batch, and must find them as they were
+        # an evaluation seeds the generators for each batch, and must find them unchanged
         seed = self._seeds.draw() if self.model.training else torch.default_generator.initial_seed() % 2**62
         call = Call(args, kwargs, seed, self.model.training, torch.is_grad_enabled())
         result: Any = self.run_section(call, Result(None, []))
@@ -175,7 +175,7 @@ class RpcModel(SectionedStrategy):
         return output
 
     def _count_sent(self, call: Call, values: Any, *, only_gradients: bool = False) -> None:
-        """Count the bytes of a step's tensors, or of the gradients that go back for them; evaluations are no step."""
+        """Count the bytes of a step's tensors, or of their gradients on the way back; evaluations do not count."""
         if call.is_training and self.group.world_size > 1:
             tensors = [tensor for tensor in tensors_of(values) if tensor.requires_grad or not only_gradients]
             self._sent_bytes += sum(tensor.numel() * tensor.element_size() for tensor in tensors)
@@ -184,8 +184,8 @@ class RpcModel(SectionedStrategy):
         """Compute this rank's section of a call.
 
         Args:
-            call: Of the model.
-            received: What the section before gave.
+            call: Call of the model.
+            received: Result of the previous section.
         """
         self._prepare_thread()
         if self.model.training != call.is_training:
@@ -205,17 +205,17 @@ class RpcModel(SectionedStrategy):
         return Result(value, [*received.known, *learned])
 
     def _prepare_thread(self) -> None:
-        """Compute with as many threads, and on the same device, in a thread of the agent as in the main thread."""
+        """Set the number of threads and the device of the main thread in a thread of the agent."""
         if not hasattr(self._threads, "is_prepared"):
             torch.set_num_threads(self._num_threads)
             if self.device.type != "cpu":
                 torch.accelerator.set_device_index(self.device)
             self._threads.is_prepared = True
 
-    # a step
+    # step
 
     def forward_backward(self, microbatches: Iterable[Microbatch], *, global_samples: int, requests: Requests) -> None:
-        """Run every microbatch through all sections and back; other ranks only let the empty batches pass.
+        """Run every microbatch through all sections and back; other ranks only consume the empty batches.
 
         Communication: a barrier before the calls. Without it rank 0 would call a section whose rank still copies its
         buffers for a snapshot of the step before.
@@ -230,7 +230,7 @@ class RpcModel(SectionedStrategy):
 
         model = stand_in(self.model, self._call)
         for microbatch in microbatches:
-            # a context of its own: a second backward in one context waits forever (2.11 and 2.13)
+            # a new context: a second backward in one context waits forever (2.11 and 2.13)
             self._open_context.close()
             self._context_id = self._open_context.enter_context(autograd.context())
             self._outputs = []
@@ -242,7 +242,7 @@ class RpcModel(SectionedStrategy):
             self.sums.add(term)
 
     def _collect(self, context_id: int) -> None:
-        """Let every rank add the context's gradients to those of the step."""
+        """Make every rank add the context's gradients to those of the step."""
         from torch.distributed import rpc
 
         others = range(1, self.group.world_size)
@@ -252,12 +252,12 @@ class RpcModel(SectionedStrategy):
             answer.wait()
 
     def computed(self, function: Callable[..., Any], *args: Any) -> Any:
-        """Call a function of the task, which may not use what other ranks keep."""
+        """Call a function of the task, which may not use tensors of other ranks."""
         with guarded():
             return function(*args)
 
     def add_gradients(self, context_id: int) -> None:
-        """Add the gradients that a context has of this rank's parameters."""
+        """Add a context's gradients of this rank's parameters."""
         from torch.distributed import autograd
 
         found = autograd.get_gradients(context_id)
@@ -271,7 +271,7 @@ class RpcModel(SectionedStrategy):
             self._gradients[id(parameter)] = gradient.clone() if before is None else before.add_(gradient)
 
     def sync_gradients(self) -> StepFacts:
-        """Tell the facts, and what rank 0 expected as count: other ranks have computed no loss.
+        """Reduce the facts and send rank 0's expected count: other ranks have computed no loss.
 
         Communication: one blocking all_reduce of 5 float64.
         """
@@ -282,7 +282,7 @@ class RpcModel(SectionedStrategy):
         return facts
 
     def optimizer_step(self) -> None:
-        """Correct, unscale and clip where the gradients are, then let rank 0 have all sections stepped.
+        """Correct, unscale and clip gradients on their ranks; then step all sections from rank 0.
 
         Communication: numbers of the norm and of overflows; two barriers around one remote call to each rank.
         """
@@ -292,21 +292,21 @@ class RpcModel(SectionedStrategy):
         self.unscale_gradients()
         if self.spec.clip_norm is not None:
             self.clip_gradients(self.stepped_parameters(), self.spec.clip_norm)
-        self.group.barrier()  # every rank has its gradients, and its learning rates, as they are to be
+        self.group.barrier()  # every rank has its final gradients and learning rates
         if self.drives:
             self._remote_optimizer.step(self._context_id)
             self._open_context.close()
         if not self.trainable:
-            self.precision.step(self.optimizer)  # no rank calls one without parameters, and its scale follows too
+            self.precision.step(self.optimizer)  # no rank without parameters is called, and its scale follows too
         self.group.barrier()
 
     def step_section(self) -> None:
         """Step this rank's parameters; called by rank 0's DistributedOptimizer."""
-        # it has put the gradients of the last microbatch into place
+        # DistributedOptimizer has set the gradients of the last microbatch
         for parameter in self.trainable:
             parameter.grad = self._gradients.get(id(parameter))
         self.precision.step(self.optimizer)
-        # here and not by the rank's own loop, which may come to it when gradients of the next step are there
+        # here and not in the rank's own loop, which may reach it after gradients of the next step have arrived
         self.zero_gradients()
         self._gradients.clear()
 
@@ -315,19 +315,19 @@ class RpcModel(SectionedStrategy):
             torchcompat.multiply_(list(self._gradients.values()), self.expectation / self.sums.count)
 
     def sent_bytes(self, num_microsteps: int) -> int:
-        """Return the bytes of the tensors that this rank sent to others since it was asked last."""
+        """Return the bytes of the tensors that this rank sent to others since the last call."""
         sent, self._sent_bytes = self._sent_bytes, 0
         return sent
 
-    # evaluation, checkpoints, the end
+    # evaluation, checkpoints, closing
 
     def before_reading(self) -> None:
-        """Make what is in no block the same on all ranks, when all have come to here."""
+        """Broadcast the tensors outside the blocks, once all ranks have arrived."""
         self.group.barrier()
         super().before_reading()
 
     def close(self) -> None:
-        """Let go of what is referred to elsewhere, and end the agent together with the others."""
+        """Release remote references, and shut the agent down together with the others."""
         self._open_context.close()
         if self.drives:
             del self._remote_optimizer
@@ -336,15 +336,15 @@ class RpcModel(SectionedStrategy):
 
 
 _here: list[RpcModel] = []
-"""Strategy of this process, in a list: what is called from elsewhere finds no object but a module's."""
+"""Strategy of this process, in a list: remote calls can only reach objects of a module."""
 
 
 def _run_section(call: Call, received: Any) -> Any:
-    """Compute the section of the process that this is called in.
+    """Compute the section of the process in which this is called.
 
     Args:
-        call: Of the model.
-        received: What the section before gave, or a reference to it.
+        call: Call of the model.
+        received: Result of the previous section, or a reference to it.
     """
     before = received if isinstance(received, Result) else received.to_here()
     if isinstance(before, Failed):
@@ -365,7 +365,7 @@ def _parameter(name: str) -> nn.Parameter:
 
 
 class _SectionOptimizer:
-    """Optimizer that DistributedOptimizer steps on each rank: the one that exists already."""
+    """Optimiser for DistributedOptimizer to step on each rank: a wrapper of the existing one."""
 
     def step(self) -> None:
         """Step the rank's section."""
@@ -373,5 +373,5 @@ class _SectionOptimizer:
 
 
 def _take_optimizer(parameters: list[nn.Parameter]) -> _SectionOptimizer:
-    """Stand for the class of an optimiser: the task's is built, and only the task knows its arguments."""
+    """Return the existing optimiser, in place of the constructor of a class: only the task knows its arguments."""
     return _SectionOptimizer()

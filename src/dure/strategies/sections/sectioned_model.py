@@ -1,9 +1,9 @@
-"""A model of which one section is computed: the model's own `forward` runs, and blocks of other sections are skipped.
+"""Model of which one section is computed: the model's own `forward` runs, and blocks of other sections are skipped.
 
 Nothing is traced or rewritten. Every section has the batch, so that the model's own code between the blocks (masks,
-positions, reshaping) computes what it always does. A block of an earlier section answers with a placeholder of its
-output's shape, the last of them with the value that was received; after the section's last block the pass ends. That
-nothing else is needed from earlier sections is what `trace` has made sure of.
+positions, reshaping) computes the same as always. A block of an earlier section returns a placeholder of its output's
+shape, the last of them the received value; the pass ends after the section's last block. `trace` has verified that
+nothing else is needed from earlier sections.
 """
 
 from collections.abc import Callable, Mapping
@@ -22,7 +22,7 @@ from dure.torchcompat import module_call, replace_module_call
 
 
 class _SectionEnd(BaseException):
-    """Ends the model's forward pass after a section's last block; nothing that a model catches."""
+    """End of the model's forward pass after a section's last block; no model catches it."""
 
     def __init__(self, value: Any) -> None:
         super().__init__()
@@ -43,10 +43,10 @@ class _Pass:
 
 
 class SectionedModel:
-    """Runs one section of a model at a time."""
+    """Runner of one section of a model at a time."""
 
     def __init__(self, model: nn.Module, plan: SectionPlan) -> None:
-        """Put a switch into the call of every block; without a pass it does nothing."""
+        """Intercept the call of every block; outside a pass the interceptor does nothing."""
         self.model = model
         self.plan = plan
         self._pass: _Pass | None = None
@@ -56,7 +56,7 @@ class SectionedModel:
         ]
 
     def close(self) -> None:
-        """Take the switches out again."""
+        """Remove the interceptors."""
         for undo in self._undo:
             undo()
 
@@ -67,15 +67,15 @@ class SectionedModel:
         """Compute one section.
 
         Args:
-            bounds: Its first call, and the call after its last; None goes on to the end of the model's `forward`.
-            args: Of the call of the model.
-            kwargs: The same.
-            received: What the block before the first call gave.
-            known: Descriptions of what each call gives, at least of those before the first.
-            device: Of placeholders.
+            bounds: Its first call, and the call after its last; None continues to the end of the model's `forward`.
+            args: Positional arguments of the call of the model.
+            kwargs: Keyword arguments of the call.
+            received: Output of the block before the first call.
+            known: Descriptions of the output of each call, at least of those before the first.
+            device: Device of placeholders.
 
         Returns:
-            What the section's last block gave, or the model.
+            The output of the section's last block, or of the model.
         """
         return self._run(bounds, args, kwargs, received, known, device, is_learning=False)[0]
 
@@ -86,8 +86,8 @@ class SectionedModel:
         """Compute one section, as `run`.
 
         Returns:
-            What the section's last block gave, or the model; what the last block of all gave, if it was called; and a
-            description of what each call of the section gave.
+            The output of the section's last block, or of the model; the output of the last block of all, if it was
+            called; and a description of the output of each call of the section.
         """
         return self._run(bounds, args, kwargs, received, known, device, is_learning=True)
 
@@ -110,7 +110,7 @@ class SectionedModel:
         return value, now.last, now.learned
 
     def _call(self, name: str, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Answer a block's call; of a skipped block not even the hooks run."""
+        """Return the result of a block's call; of a skipped block not even the hooks run."""
         now = self._pass
         if now is None:
             return call(*args, **kwargs)
@@ -136,6 +136,6 @@ class SectionedModel:
 
 
 def placeholder(device: torch.device, dtype: torch.dtype, shape: list[int]) -> Tensor:
-    """Return a tensor that is only looked at for its shape: of NaN, so that a use of its values would be heard."""
+    """Return a NaN placeholder for a shape: any use of its values propagates and is detected."""
     value = float("nan") if dtype.is_floating_point else 0
     return torch.full(shape, value, dtype=dtype, device=device)

@@ -1,4 +1,4 @@
-"""Common part of the strategies under which processes keep sections of the model: `pipeline` and `rpc_model`."""
+"""Base of the strategies under which processes keep sections of the model: `pipeline` and `rpc_model`."""
 
 from abc import abstractmethod
 from collections.abc import Iterable
@@ -22,12 +22,12 @@ from dure.strategies.state.tensor_shard import Needs
 
 
 class SectionedStrategy(Strategy):
-    """Sections of the model on several ranks, each of which steps and saves its own."""
+    """Strategy with sections of the model on several ranks, each of which steps and saves its own."""
 
     section_ranks: Group
     """Ranks that have the sections of one model."""
     evaluated: nn.Module
-    """The sections as one model, for evaluations."""
+    """Sections as one model, for evaluations."""
 
     def __init__(self, context: StrategyContext) -> None:
         super().__init__(context)
@@ -37,10 +37,10 @@ class SectionedStrategy(Strategy):
 
     @abstractmethod
     def decide(self, model: nn.Module) -> dict[str, Any]:
-        """Return the `plan`, and the `faults` for which there is none; called on rank 0."""
+        """Return the `plan`, or the `faults` that prevent one; called on rank 0."""
 
     def place(self, model: nn.Module) -> nn.Module:
-        """Decide where to cut; the model stays whole and where it is until the optimiser has seen it.
+        """Decide where to cut; the model stays whole and is not moved until the optimiser is built.
 
         Communication: one gathered JSON message, the plan.
         """
@@ -51,7 +51,7 @@ class SectionedStrategy(Strategy):
         return model
 
     def keep(self, sections: Iterable[int]) -> None:
-        """Keep this rank's sections, of the model and of the optimiser, and let go of the others."""
+        """Keep this rank's sections, of the model and of the optimiser, and release the others."""
         if faults := faults_of_optimizer(type(self), self.optimizer):
             raise SpecInvalid([f"strategy is {self.info.name}: {fault}" for fault in faults])
         refuse_later_hooks(self.optimizer)
@@ -61,7 +61,7 @@ class SectionedStrategy(Strategy):
         self.sections = SectionedModel(self.model, self.plan)
 
     def unscale_gradients(self) -> None:
-        """Unscale, and agree over all sections whether a gradient overflowed: all ranks skip the step, or none.
+        """Unscale, and agree over all sections on whether a gradient overflowed: all ranks skip the step, or none.
 
         Communication: with fp16 one all_reduce of one number.
         """
@@ -77,7 +77,7 @@ class SectionedStrategy(Strategy):
         return [self.evaluated]
 
     def before_reading(self) -> None:
-        """Make what is in no block the same on all ranks: each has it, and one trains it."""
+        """Broadcast the tensors outside the blocks, which every rank has and one rank trains."""
         self.part.broadcast_loose(self.section_ranks)
 
     def state_dict(self) -> StrategyState:
@@ -85,9 +85,9 @@ class SectionedStrategy(Strategy):
         return self.part.save(self.optimizer)
 
     def load_state_dict(self, source: StateSource) -> None:
-        """Take over this rank's part of a checkpoint."""
+        """Load this rank's part of a checkpoint."""
         self.part.load(source, self.optimizer)
 
     def needs(self) -> Needs:
-        """Return this rank's part."""
+        """Return a request for this rank's part of a checkpoint."""
         return self.part.needs()

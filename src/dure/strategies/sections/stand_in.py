@@ -1,4 +1,4 @@
-"""Proxy of the model for the task's loss: the model in every respect but that its call is answered by a function."""
+"""Proxy of the model for the task's loss: like the model in every respect, except that a function handles its call."""
 
 import functools
 from collections.abc import Callable
@@ -13,14 +13,14 @@ Answer = Callable[..., Any]
 
 
 class _StandIn:
-    """Mixin in front of the model's own class; instances share the model's `__dict__`, attributes and all."""
+    """Mixin before the model's own class; instances share the model's `__dict__` with all attributes."""
 
     __slots__ = ()
     _answer: Answer
     _state: Callable[..., Any] | None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Return the function's answer.
+        """Return the function's result.
 
         Raises:
             TaskInvalid: The call is made within a transform of `torch.func`, whose tensors no other rank has.
@@ -33,7 +33,7 @@ class _StandIn:
         return self._answer(*args, **kwargs)
 
     def __deepcopy__(self, *_: Any) -> Any:
-        """Refuse to be copied: this rank has a part of the model alone.
+        """Refuse to be copied: this rank has only a part of the model.
 
         Raises:
             TaskInvalid: Always.
@@ -48,12 +48,12 @@ class _StandIn:
     @property
     def forward(self) -> Answer:
         """The function, with the signature of the model's own `forward`."""
-        # a property comes before an instance's attribute of this name
+        # a property has precedence over an instance's attribute of this name
         own: Any = super()
         return functools.wraps(self.__dict__.get("forward") or own.forward)(self._answer)
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """Return the state that the strategy shows, or the model's."""
+        """Return the state provided by the strategy, or the model's."""
         if self._state is not None:
             return self._state(*args, **kwargs)
         own: Any = super()
@@ -64,9 +64,9 @@ def stand_in(model: nn.Module, answer: Answer, state: Callable[..., Any] | None 
     """Return a proxy of a model: of its class, with its attributes, parameters and methods.
 
     Args:
-        model: Shared with the proxy, so that what is set on one is set on both.
-        answer: Gets a call's arguments and returns the model's output.
-        state: Takes the place of `state_dict`; None keeps the model's.
+        model: Model that shares its attributes with the proxy.
+        answer: Function from a call's arguments to the model's output.
+        state: Replaces `state_dict`; None keeps the model's.
     """
     own_class: Any = type(model)
     proxy = object.__new__(_class_for(own_class))
@@ -82,7 +82,7 @@ def _class_for(cls: Any) -> Any:
 
 
 class _Called(BaseException):
-    """End of the task's loss where it calls the model; no task catches it."""
+    """End of the task's loss at its call of the model; no task catches it."""
 
     def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         super().__init__()
@@ -92,7 +92,7 @@ class _Called(BaseException):
 def call_of(
     loss: Callable[[nn.Module, Any], Any], model: nn.Module, batch: Any
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Return the arguments with which a task's loss calls the model on a batch; nothing after the call is done.
+    """Return the arguments with which a task's loss calls the model on a batch; the loss ends at that call.
 
     Raises:
         TaskInvalid: It does not call the model.
@@ -109,7 +109,7 @@ def call_of(
 
 
 def not_called(model: nn.Module) -> str:
-    """Return the sentence about a loss that does not call the model."""
+    """Return the message about a loss that does not call the model."""
     return (
         f"the task's loss computed {type(model).__name__} without calling it: a model that is cut into sections is run "
         "by one call of the model itself; call model(...), or use ddp or fsdp"
@@ -117,7 +117,7 @@ def not_called(model: nn.Module) -> str:
 
 
 def called_again(model: nn.Module) -> str:
-    """Return the sentence about a loss that calls the model twice."""
+    """Return the message about a loss that calls the model twice."""
     return (
         f"the task's loss calls {type(model).__name__} more than once: a pipeline runs it once for each microbatch; "
         "call it once, or use ddp or fsdp"

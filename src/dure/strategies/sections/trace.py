@@ -1,8 +1,8 @@
-"""A forward pass of a model on a few samples, watched: which blocks are called in which order, and what passes by them.
+"""Trace of a model's forward pass on a few samples: the order of its blocks, and values that bypass them.
 
-A section can be computed elsewhere if nothing but the output of the block before it, and the batch itself, is needed
-from before. So every value that the model's own code computes between its blocks is followed from where it was made to
-where it is used.
+A section can be computed elsewhere if it needs nothing from before except the output of the previous block and the
+batch itself. Therefore every value that the model's own code computes between its blocks is followed from its origin to
+its uses.
 """
 
 from collections import defaultdict
@@ -22,10 +22,10 @@ from dure.torchcompat import module_call, replace_module_call
 _READS = frozenset(
     ["item", "tolist", "numpy", "__bool__", "__int__", "__float__", "__index__", "__array__", "is_nonzero", "equal"]
 )
-"""Operations that turn a tensor's values into Python's, on which the code after them may depend."""
+"""Operations that convert a tensor's values to Python's, on which the following code may depend."""
 
 _END = 10**9
-"""Number of a call after every other."""
+"""Number of a call after all others."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,9 +34,9 @@ class Survey:
 
     chain: Chain
     homes: Mapping[str, int]
-    """Parameters and buffers that are in no block that was called, each with the call before which it is first used."""
+    """Parameters and buffers in no called block, each with the call before which it is first used."""
     apart: tuple[Barrier, ...] = ()
-    """Further barriers, for when the batch, and every buffer, is on one device only."""
+    """Additional barriers if the batch, and every buffer, is on one device only."""
     outputs: tuple[Any, ...] = ()
     """Return value of every call."""
     saved_bytes: tuple[int, ...] = ()
@@ -45,12 +45,12 @@ class Survey:
     """Number of operations of every call, forward and backward, as `BlockCost` counts them."""
 
     def with_batch_on_first_device(self) -> Chain:
-        """Return the chain for sections on devices of their own, of which the first alone has the batch."""
+        """Return the chain for sections on separate devices, of which only the first has the batch."""
         return replace(self.chain, barriers=(*self.chain.barriers, *self.apart))
 
 
 def tensors_of(value: Any) -> list[Tensor]:
-    """Return the tensors of a nested structure, in order: of containers, and of what objects hold as attributes."""
+    """Return the tensors of a nested structure, in order: in containers, and in attributes of objects."""
     found: list[Tensor] = []
     seen: set[int] = set()
 
@@ -74,7 +74,7 @@ def tensors_of(value: Any) -> list[Tensor]:
 
 @contextmanager
 def switched(blocks: Mapping[str, nn.Module], switch: Callable[[str, Callable[..., Any]], Any]) -> Iterator[None]:
-    """Let calls of every block run `switch(name, call)`, where `call` is what they ran before."""
+    """Replace calls of every block by `switch(name, call)`, where `call` is the original."""
     with ExitStack() as stack:
         for name, block in blocks.items():
             stack.callback(replace_module_call(block, switch(name, module_call(block))))
@@ -83,9 +83,9 @@ def switched(blocks: Mapping[str, nn.Module], switch: Callable[[str, Callable[..
 
 @contextmanager
 def kept_buffers(model: nn.Module, is_kept: Callable[[str], bool] = lambda name: True) -> Iterator[None]:
-    """Put a model's buffers (BatchNorm's statistics) back as they were, or those whose names are to be kept.
+    """Restore a model's buffers (BatchNorm's statistics) afterwards, or those selected by name.
 
-    Those that were registered or replaced meanwhile stay: what else the model counts does, too.
+    Buffers that were registered or replaced meanwhile are kept, because other counts of the model are kept too.
     """
     before = {name: (buffer, buffer.clone()) for name, buffer in model.named_buffers() if is_kept(name)}
     try:
@@ -97,14 +97,14 @@ def kept_buffers(model: nn.Module, is_kept: Callable[[str], bool] = lambda name:
 
 
 def survey(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Survey:
-    """Watch one forward pass of a model in training.
+    """Trace one forward pass of a model in training.
 
-    The model's buffers are put back; what it draws is not.
+    The model's buffers are restored; random number generators are not.
 
     Args:
-        model: On the device of the arguments.
-        args: As the task's loss calls the model.
-        kwargs: The same.
+        model: Model on the device of the arguments.
+        args: Positional arguments with which the task's loss calls the model.
+        kwargs: Keyword arguments of the call.
     """
     blocks = find_blocks(model)
     watch = _Watch(model, blocks, tensors_of((args, dict(kwargs))))
@@ -119,7 +119,7 @@ def survey(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -
 
 @dataclass(slots=True)
 class _Origin:
-    """Origin of a value: `born` calls were done when it was made; None if it depends on the batch alone."""
+    """Origin of a value: `born` calls had been made by then; None if it depends on the batch alone."""
 
     born: int | None
     name: str
@@ -136,14 +136,14 @@ class _Seen:
 
 
 class _Watch(TorchFunctionMode):
-    """Follows values through the code between blocks; inside a block it looks away."""
+    """Tracer of values through the code between blocks; operations inside a block are ignored."""
 
     def __init__(self, model: nn.Module, blocks: Mapping[str, nn.Module], batch: list[Tensor]) -> None:
         super().__init__()
         self._seen = _Seen()
         self._is_inside = False
         self._origins: dict[int, _Origin] = {id(tensor): _Origin(None, "the batch") for tensor in batch}
-        # a dictionary of ids is right only as long as what has an id lives
+        # ids in a dictionary are valid only as long as their objects live
         self._alive: list[Tensor] = list(batch)
         self._names = {id(t): name for name, t in [*model.named_parameters(), *model.named_buffers()]}
         self._parameters = {id(p) for p in model.parameters()}
@@ -155,7 +155,7 @@ class _Watch(TorchFunctionMode):
         return len(self._seen.calls)
 
     def switch(self, name: str, call: Callable[..., Any]) -> Callable[..., Any]:
-        """Return a block's call, watched from outside."""
+        """Return a block's call, traced from outside."""
 
         def watched(*args: Any, **kwargs: Any) -> Any:
             if self._is_inside:
@@ -217,7 +217,7 @@ class _Watch(TorchFunctionMode):
         return self._origins.get(id(tensor))
 
     def _use(self, tensors: list[Tensor], where: str) -> None:
-        """Note that values, and loose parameters and buffers, are used before the next call."""
+        """Record that values, and parameters and buffers outside the blocks, are used before the next call."""
         for tensor in tensors:
             if id(tensor) in self._names:
                 self._uses[id(tensor)].append(self._position)
@@ -235,11 +235,11 @@ class _Watch(TorchFunctionMode):
             self._alive.append(tensor)
 
     def returned(self, result: Any) -> None:
-        """Note what the model returned."""
+        """Record the model's output."""
         self._use(tensors_of(result), "the model returns it")
 
     def survey(self, model: nn.Module, blocks: Mapping[str, nn.Module]) -> Survey:
-        """Return what was seen."""
+        """Return the findings."""
         seen, end = self._seen, len(self._seen.calls)
         inside: dict[int, list[int]] = defaultdict(list)
         for position, call in enumerate(seen.calls):
@@ -255,7 +255,7 @@ class _Watch(TorchFunctionMode):
             if key in self._parameters and reach[0] < reach[-1]:
                 barriers.append(Barrier(first=reach[0], last=reach[-1], why=f"{name} is used in several places"))
             elif key not in self._parameters:
-                # every rank can have a buffer, but of a process's devices only one
+                # every rank can have a buffer, but only one of a process's devices can
                 why = f"{name} is used in several places"
                 seen.apart.update({use: Barrier(first=reach[0], last=use, why=why) for use in uses if use != reach[0]})
         return Survey(

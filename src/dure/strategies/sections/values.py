@@ -1,8 +1,8 @@
-"""Values of blocks that go from stage to stage, described in JSON and packed into flat buffers.
+"""Values that are sent from stage to stage, described in JSON and packed into flat buffers.
 
 torch's schedules send tensors of one shape for all microbatches. A value is therefore packed into one flat buffer per
-dtype, as long as the longest of the step's microbatches needs; both ends know every microbatch's true shapes, and
-neither computes on what fills a buffer up.
+dtype, whose length suits the longest of the step's microbatches. Both ends know every microbatch's true shapes, and
+neither computes on the unused rest of a buffer.
 """
 
 import math
@@ -17,10 +17,10 @@ from dure.errors import TaskInvalid
 from dure.strategies.sections.trace import tensors_of
 
 Description = dict[str, Any]
-"""A nested value as JSON: dtypes and shapes in the place of tensors."""
+"""Nested value as JSON: dtypes and shapes instead of tensors."""
 
 Lanes = dict[str, int]
-"""Elements of each flat buffer, by dtype; `bytes` is of what has no gradient, four bytes to a float32."""
+"""Elements of each flat buffer, by dtype; `bytes` is for values without gradients, four bytes to a float32."""
 
 _BYTES = "bytes"
 _ALIGNMENT = 8
@@ -28,7 +28,7 @@ _PLAIN = (bool, int, float, str, type(None))
 
 
 class Leaf(NamedTuple):
-    """A tensor of a value."""
+    """Tensor of a value."""
 
     dtype: torch.dtype
     shape: list[int]
@@ -40,7 +40,7 @@ class Leaf(NamedTuple):
 
     @property
     def lane(self) -> str:
-        """Return the name of the buffer that it travels in."""
+        """Return the name of the buffer in which it is sent."""
         return str(self.dtype).removeprefix("torch.") if self.dtype.is_floating_point else _BYTES
 
     @property
@@ -53,10 +53,10 @@ class Leaf(NamedTuple):
 
 
 def describe(value: Any, block: str) -> Description:
-    """Describe a value that a block gave.
+    """Return the description of a block's output.
 
     Raises:
-        TaskInvalid: It holds something that cannot be handed on.
+        TaskInvalid: It contains something that cannot be sent.
     """
     if isinstance(value, Tensor) and value.layout == torch.strided and not value.is_complex():
         return {"tensor": [str(value.dtype).removeprefix("torch."), list(value.shape)]}
@@ -74,7 +74,7 @@ def describe(value: Any, block: str) -> Description:
 
 
 def rebuilt(description: Description, make: Callable[[torch.dtype, list[int]], Any]) -> Any:
-    """Return the value of a description, with what `make` gives for each tensor, in order."""
+    """Return the value of a description, with tensors made by `make`, in order."""
     kind, what = next(iter(description.items()))
     if kind == "tensor":
         return make(getattr(torch, what[0]), what[1])
@@ -94,7 +94,7 @@ def leaves_of(description: Description) -> list[Leaf]:
 
 
 def lanes_of(descriptions: Iterable[Description]) -> Lanes:
-    """Return the buffers into which any of the values fits."""
+    """Return the sizes of buffers that fit each of the values."""
     lanes: Lanes = {}
     for description in descriptions:
         needed: Lanes = {}
@@ -102,7 +102,7 @@ def lanes_of(descriptions: Iterable[Description]) -> Lanes:
             needed[leaf.lane] = needed.get(leaf.lane, 0) + leaf.lane_elements
         for lane, elements in needed.items():
             lanes[lane] = max(lanes.get(lane, 0), elements)
-    # torch wants every stage to send something
+    # torch requires every stage to send something
     return {lane: max(1, lanes[lane]) for lane in sorted(lanes)} or {"float32": 1}
 
 
@@ -117,17 +117,17 @@ def num_bytes(lanes: Lanes) -> int:
 
 
 def packed(value: Any, description: Description, lanes: Lanes, anchor: Tensor, block: str) -> tuple[Tensor, ...]:
-    """Copy a value into flat buffers; gradients of the buffers go to the value.
+    """Copy a value into flat buffers; gradients of the buffers flow to the value.
 
     Args:
-        value: What a block gave.
-        description: What it should be.
-        lanes: The buffers.
-        anchor: Requires a gradient, so that the buffers do, whatever the value does; it gets none.
-        block: Its name, for the error.
+        value: Output of a block.
+        description: Expected description.
+        lanes: Sizes of the buffers.
+        anchor: Tensor that requires a gradient, so that the buffers always do; it gets none.
+        block: Name of the block, for the error.
 
     Raises:
-        TaskInvalid: The value is not as described.
+        TaskInvalid: The value does not match the description.
     """
     now = describe(value, block)
     if now != description:
@@ -140,18 +140,18 @@ def packed(value: Any, description: Description, lanes: Lanes, anchor: Tensor, b
 
 
 def unpacked(buffers: Sequence[Tensor], description: Description, lanes: Lanes) -> Any:
-    """Return the value that was packed, in tensors of its own; their gradients go to the buffers."""
+    """Return the packed value in new tensors, whose gradients flow to the buffers."""
     tensors: Iterator[Tensor] = iter(_Unpack.apply(leaves_of(description), lanes, *buffers))  # type: ignore[no-untyped-call]
     return rebuilt(description, lambda dtype, shape: next(tensors))
 
 
 def nothing(buffers: Sequence[Tensor], lanes: Lanes | None, anchor: Tensor) -> tuple[Tensor, ...]:
-    """Return zeros in the place of what a stage computes of a microbatch without samples; the gradients are zeros too.
+    """Return zeros as a stage's output for a microbatch without samples; the gradients are zeros too.
 
     Args:
-        buffers: What the stage received.
-        lanes: The buffers that it sends; None for the last stage, which gives a float64 scalar.
-        anchor: Requires a gradient.
+        buffers: Received buffers.
+        lanes: Sizes of the buffers that it sends; None for the last stage, which returns a float64 scalar.
+        anchor: Tensor that requires a gradient.
     """
     zeros: tuple[Tensor, ...] = _Nothing.apply(anchor, lanes, *buffers)  # type: ignore[no-untyped-call]
     return zeros
@@ -162,7 +162,7 @@ def _shown(description: Description) -> str:
 
 
 def _places(leaves: Sequence[Leaf]) -> list[tuple[str, int]]:
-    """Return each leaf's buffer and where in it the leaf begins."""
+    """Return each leaf's buffer and its start in that buffer."""
     used: Lanes = {}
     places = []
     for leaf in leaves:
@@ -209,7 +209,7 @@ class _Unpack(torch.autograd.Function):
         ctx.leaves, ctx.lanes, ctx.device = leaves, lanes, buffers[0].device
         by_lane: Mapping[str, Tensor] = dict(zip(lanes, buffers, strict=True))
         places = zip(leaves, _places(leaves), strict=True)
-        # copies: blocks may work in place, and the buffers receive again
+        # copies: blocks may work in place, and the buffers are reused
         values = tuple(_slot(by_lane[lane], leaf, start).clone() for leaf, (lane, start) in places)
         ctx.mark_non_differentiable(*(v for v, leaf in zip(values, leaves, strict=True) if leaf.lane == _BYTES))
         ctx.set_materialize_grads(False)

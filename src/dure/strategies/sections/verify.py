@@ -1,6 +1,6 @@
-"""A rehearsal of a model in sections: the task's loss and its gradients compared with those of the whole model.
+"""Verification of a model in sections: the task's loss and its gradients compared with those of the whole model.
 
-It finds what a survey cannot see: blocks that exchange values by themselves, recomputation that cuts the graph, and
+It finds faults that a trace cannot see: blocks that exchange values directly, recomputation that cuts the graph, and
 losses that use more of the model than its output. All sections run in one process, each without the others' weights.
 """
 
@@ -36,7 +36,7 @@ SETS_GRADIENTS = (
 
 
 class _Outcome(NamedTuple):
-    """A loss and its gradients."""
+    """Loss and its gradients."""
 
     loss: float
     gradients: dict[str, Tensor]
@@ -45,17 +45,17 @@ class _Outcome(NamedTuple):
 def rehearse(strategy: Strategy, model: nn.Module, plan: SectionPlan, seen: Survey, *, loss_section: int) -> str | None:
     """Compare the sections with the whole model on the first samples, now and in later phases of the loss.
 
-    The model, the task and generators are kept.
+    The model, the task and generators are restored.
 
     Args:
-        strategy: With the task's loss and its data.
-        model: Whole.
-        plan: Its sections.
+        strategy: Strategy with the task's loss and its data.
+        model: Whole model.
+        plan: Plan of the sections.
         seen: Survey on the same samples.
         loss_section: Section of the rank that computes the loss, the first or the last one.
 
     Returns:
-        One sentence if they differ.
+        A sentence if they differ, otherwise None.
     """
     if (fault := _rehearse_now(strategy, model, plan, seen, loss_section=loss_section)) is not None:
         return fault
@@ -103,7 +103,7 @@ def _rehearse_now(
 
 
 class _Rehearsal:
-    """One loss, computed by the whole model, or by sections one after the other."""
+    """Loss computed by the whole model, or by sections one after the other."""
 
     def __init__(self, strategy: Strategy, model: nn.Module, plan: SectionPlan, seen: Survey, batch: Any) -> None:
         self._strategy = strategy
@@ -118,19 +118,21 @@ class _Rehearsal:
         self._names = {id(p): name for name, p in model.named_parameters()}
         self._present: int | None = None
         self._chains: list[list[list[tuple[Tensor, Tensor]]]] = []
-        """Tensors that each section gave in each call of the model, with the leaves that took over."""
+        """Output tensors of each section in each call of the model, with the leaves that replace them in the next
+        section.
+        """
         self._gradients: dict[str, Tensor] = {}
 
     def whole(self) -> _Outcome:
         """Return the loss and the gradients of the whole model."""
         root = self._loss(self._model)
-        # by backward() into `.grad`, for recomputation knows no other way
+        # by backward() into `.grad`, because recomputation supports nothing else
         root.backward()
         return self._outcome(root)
 
     @contextmanager
     def cut(self) -> Iterator[None]:
-        """Divide the model for the time of the context."""
+        """Divide the model within the context."""
         self._sections = SectionedModel(self._model, self._plan)
         try:
             yield
@@ -138,7 +140,7 @@ class _Rehearsal:
             self._sections.close()
 
     def by_last(self) -> _Outcome:
-        """Return the outcome where every section runs the loss up to the model's call, and the last one all of it."""
+        """Return the outcome if every section runs the loss up to the model's call, and the last one all of it."""
         begin = at = GeneratorStates.now(self._device)
         state = _RankState(self._model, self._strategy.objects)
         received: Any = None
@@ -168,7 +170,7 @@ class _Rehearsal:
         return self._differentiated(answer, self._last)
 
     def by_first(self) -> _Outcome:
-        """Return the outcome where the first section's rank runs the loss, and others answer its call of the model."""
+        """Return the outcome if the first section's rank runs the loss, and others compute its call of the model."""
 
         state = _RankState(self._model, {})
         after_call: list[dict[str, Any]] = []
@@ -188,7 +190,7 @@ class _Rehearsal:
                 with self._only(number):  # other ranks have none of the contexts that the task enters around the call
                     received = self._handed_on(_in_new_thread(run) if number else run())
             if own is not None:
-                own.put_back()  # what blocks of other ranks, and their hooks, leave in the task stays there
+                own.put_back()  # changes of the task by blocks of other ranks, and their hooks, stay on those ranks
             after_call[:] = [state.changed()]
             return received
 
@@ -211,7 +213,7 @@ class _Rehearsal:
         return self._outcome(root)
 
     def _go_back(self, given: list[tuple[Tensor, Tensor]]) -> None:
-        """Run the backward pass of a section from the gradients of what the next one took."""
+        """Run the backward pass of a section from the gradients of the next one's inputs."""
         roots = [tensor for tensor, leaf in given if leaf.grad is not None and tensor.requires_grad]
         arrived = [leaf.grad for tensor, leaf in given if leaf.grad is not None and tensor.requires_grad]
         if roots:
@@ -235,7 +237,7 @@ class _Rehearsal:
             return self._sections.run(bounds, args, kwargs, received=given, known=self._known, device=self._device)
 
     def _handed_on(self, value: Any) -> Any:
-        """Return what a section gave in leaves of another graph."""
+        """Return the output of a section as leaves of another graph."""
         pairs: list[tuple[Tensor, Tensor]] = []
 
         def as_leaf(tensor: Tensor) -> Tensor:
@@ -247,7 +249,7 @@ class _Rehearsal:
 
     @contextmanager
     def _only(self, section: int) -> Iterator[None]:
-        """Let the parameters of other sections be NaN for the time of the context."""
+        """Replace the parameters of other sections by NaN within the context."""
         before, self._present = self._present, section
         self._place()
         try:
@@ -261,7 +263,7 @@ class _Rehearsal:
             parameter.data = data if self._present in (None, owner) else hollow(data, self._device)
 
     def _take_gradients(self) -> None:
-        """Add up the gradients of the section's own parameters, and drop all others as its rank would."""
+        """Sum the gradients of the section's own parameters, and drop all others as its rank would."""
         for parameter, _, owner in self._parameters:
             name, gradient = self._names[id(parameter)], parameter.grad
             if gradient is not None and self._present in (None, owner):
@@ -281,7 +283,7 @@ def _in_new_thread(call: Callable[[], Any]) -> Any:
 
 
 def changes_module(path: str) -> str:
-    """Return the sentence about state of a module that the loss changes."""
+    """Return the message about state of a module that the loss changes."""
     return (
         f"the task's loss changes {path}, and the rank that computes that module would not see it: keep such state in "
         f"the task, or use {CURE}"
@@ -289,7 +291,7 @@ def changes_module(path: str) -> str:
 
 
 def hooks_gradients(names: Sequence[str]) -> str:
-    """Return the sentence about hooks on gradients that the loss registers."""
+    """Return the message about hooks on gradients that the loss registers."""
     return (
         f"the task's loss registers hooks on the gradients of {few(names)}, which a model in sections has on other "
         f"ranks: register them in build_model, or use {CURE}"
@@ -297,7 +299,7 @@ def hooks_gradients(names: Sequence[str]) -> str:
 
 
 class _RankState:
-    """Plain state with which each rank begins, and the modes of modules: a rank sees its own changes only."""
+    """Plain state at the start of each rank, and the modes of modules: a rank sees only its own changes."""
 
     def __init__(self, model: nn.Module, objects: Mapping[str, object]) -> None:
         self._plain = ObjectState({**objects, "model": model})
@@ -318,12 +320,12 @@ class _RankState:
 
 
 def _are_close(one: Tensor | None, other: Tensor | None) -> bool:
-    """Return whether two gradients are the same up to rounding; none is as good as zeros."""
+    """Return whether two gradients are equal up to rounding; None equals zeros."""
     found = [gradient for gradient in (one, other) if gradient is not None]
     if len(found) < 2:
         return not any(bool(gradient.any()) for gradient in found)
     if not found[0].numel() or bool(found[0].isnan().any()):
-        return True  # nothing can be told from it
-    # sums in another order differ by some epsilon; a path that is missing changes a gradient by its own size
+        return True  # nothing can be concluded
+    # sums in another order differ by a few epsilon; a missing path changes a gradient by its own magnitude
     tolerance = 16 * torch.finfo(found[0].dtype).eps ** 0.5
     return bool((found[0] - found[1]).abs().max() <= tolerance * found[0].abs().max())

@@ -1,1 +1,1 @@
-"""Strategies that divide parameters over ranks and gather them to compute."""
+"""Strategies that divide parameters over ranks and gather them for computation."""

@@ -2,9 +2,9 @@
 
 ZeRO stage 3 (Rajbhandari et al. 2020, section 5.3) by torch's `fully_shard` (Zhao et al. 2023, section 3; its second
 version, whose parameters are DTensors). Before a unit of the model computes, its parameters are gathered from all
-ranks, and freed after it; backward gathers them again, and leaves each rank its shard of the summed gradient. With
-`--no-fsdp.reshard-after-forward` they stay from forward to backward, so that backward sends gradients only, as in stage
-2. With `--mesh replica=R,shard=S` R groups of S ranks each hold the whole, and shards are added up between the groups.
+ranks, and freed afterwards. Backward gathers them again, and leaves each rank its shard of the summed gradient. With
+`--no-fsdp.reshard-after-forward` they are kept from forward to backward, so that backward sends gradients only, as in
+stage 2. With `--mesh replica=R,shard=S` R groups of S ranks each hold the whole, and shards are summed over the groups.
 """
 
 import functools
@@ -45,10 +45,10 @@ _GATHERED = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 class ObjectiveModule(nn.Module):
-    """The task's loss as the root of the sharded modules, so that the task may use the model in any way.
+    """Task's loss as the root of the sharded modules, so that the task may use the model in any way.
 
-    Parameters outside the units are its own: gathered before the loss is computed and kept until backward is done with
-    them, they are there wherever the task touches them, and not in the model's own forward only.
+    Parameters outside the units belong to it. They are gathered before the loss is computed and kept until backward is
+    done with them, so that the task can use them anywhere, and not only in the model's own forward.
     """
 
     def __init__(self, model: nn.Module, loss_term: Callable[[nn.Module, Microbatch, int], LossTerm]) -> None:
@@ -58,7 +58,7 @@ class ObjectiveModule(nn.Module):
         self.term: LossTerm | None = None
 
     def forward(self, microbatch: Microbatch | None, global_samples: int) -> Tensor | None:
-        """Return what backward starts from; without a microbatch nothing, which makes the modules know their root."""
+        """Return the tensor from which backward starts; without a microbatch only make the modules find their root."""
         if microbatch is None:
             return None
         self.term = self._loss_term(self.model, microbatch, global_samples)
@@ -81,7 +81,7 @@ class FSDP(ShardedStrategy):
 
     @classmethod
     def check_model(cls, model: nn.Module, spec: RunSpec) -> list[str]:
-        """Refuse what cannot be sharded, and settings that find nothing to work on."""
+        """Refuse models that cannot be sharded, and settings without effect."""
         options = FSDPOptions.of(spec)
         faults = [] if options.units is None else list(unit_faults(model, options.units))
         faults += [
@@ -109,7 +109,7 @@ class FSDP(ShardedStrategy):
         return faults
 
     def place(self, model: nn.Module) -> nn.Module:
-        """Shard the model, from the units up; parameters of one number stay whole, having no dimension to divide."""
+        """Shard the model, starting with the units; 0-dim parameters stay whole, having no dimension to divide."""
         if self.spec.sync_batchnorm:
             model = convert_sync_batchnorm(model, self.device)
         axes = parse_mesh(self.spec.mesh, self.info.mesh_axes, self.group.world_size)
@@ -125,13 +125,13 @@ class FSDP(ShardedStrategy):
         self.gathered = [self._shard(unit.module, is_root=False) for unit in reversed(self.units)]
         self.objective = ObjectiveModule(model, self.loss_term)
         self.gathered.append(self._shard(self.objective, is_root=True))
-        # where the model is used without its objective, in an evaluation
+        # for uses of the model without its objective, in an evaluation
         model.register_forward_pre_hook(lambda module, inputs: self._gather_root())
         self.group.broadcast([buffer for buffer in model.buffers() if buffer.numel()])
         return model
 
     def _shard(self, module: nn.Module, *, is_root: bool) -> "Gathered":
-        """Shard the parameters of a module that no unit inside it has, as rank 0 has them.
+        """Shard the parameters of a module that are in none of its units, with rank 0's values.
 
         Communication: a broadcast of each parameter from rank 0. Whole parameters are on the device one unit at a time.
         """
@@ -148,9 +148,9 @@ class FSDP(ShardedStrategy):
         self._fully_shard(
             module,
             reshard_after_forward=not is_root and self.options.reshard_after_forward,
-            # halves are gathered as such, and the shards stay as they are. Left to autocast alone, each unit would keep
-            # the halves it made of its parameters until backward, and nothing would be freed after forward. The
-            # model's own inputs are left alone: only autocast knows which of them may be rounded.
+            # Parameters are gathered in half precision, and the shards stay in their own. With autocast alone, each
+            # unit would keep its casts of parameters until backward, and nothing would be freed after forward. The
+            # model's inputs are not cast: only autocast knows which of them may be rounded.
             mp_policy=MixedPrecisionPolicy(
                 param_dtype=lowered,
                 reduce_dtype=None if lowered is None else torch.float32,
@@ -177,12 +177,12 @@ class FSDP(ShardedStrategy):
     def _offload_policy(self) -> OffloadPolicy:
         if not self.options.cpu_offload:
             return OffloadPolicy()
-        return CPUOffloadPolicy(pin_memory=self.device.type == "cuda")  # which CUDA copies from while it computes
+        return CPUOffloadPolicy(pin_memory=self.device.type == "cuda")  # CUDA copies from it while it computes
 
     def distribute(self) -> None:
-        """Watch which parameters are used, and hand the shards to the optimiser."""
+        """Record which parameters are used, and pass the shards to the optimiser."""
         self._refuse_changes()
-        # gradients are only ever added: every loss is divided by the global count already
+        # gradients are only summed: every loss is already divided by the global count
         for module in self._sharded():
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
@@ -190,9 +190,9 @@ class FSDP(ShardedStrategy):
         self._positions = {name: i for i, (name, _) in enumerate(self._named_trainable())}
         self._own_scalars = [parameter for parameter in self.trainable if parameter.dim() == 0]
         self._reached: list[Tensor] = []
-        """Gathered parameters, and scalars, that backward has given a gradient in this step."""
+        """Gathered parameters, and 0-dim ones, to which backward has given a gradient in this step."""
         self._position_of: dict[int, int] = {}
-        """Place among the trainable parameters, by the id of what is reached."""
+        """Position among the trainable parameters, by the id of a tensor in `_reached`."""
         for position, parameter in enumerate(self.trainable):
             if parameter.dim() == 0:
                 self._watch(parameter, position)
@@ -205,7 +205,7 @@ class FSDP(ShardedStrategy):
         super().distribute()
 
     def _refuse_changes(self) -> None:
-        """Refuse parameters that `build_optimizer` added to a model in shards, and copies that it made of others."""
+        """Refuse parameters that `build_optimizer` added to a sharded model, and copies that it made of others."""
         added = [name for name, p in self.model.named_parameters() if p.dim() and not isinstance(p, DTensor)]
         if added:
             raise TaskInvalid(
@@ -222,7 +222,7 @@ class FSDP(ShardedStrategy):
                 )
 
     def watched_parameters(self) -> ParameterWatch:
-        """Watch the parameters that are there when the loss is called: gathered ones outside the units, or shards."""
+        """Watch the parameters that exist when the loss is called: gathered ones outside the units, and shards."""
         return ParameterWatch(
             self.model, self.info.name, sees_writes=self.rules.undoes_writes, named=self.model.named_parameters
         )
@@ -255,7 +255,7 @@ class FSDP(ShardedStrategy):
         parameter.register_post_accumulate_grad_hook(self._reached.append)
 
     def _sharded(self) -> list[Any]:
-        """Return the modules that were sharded, as fully_shard extends them."""
+        """Return the sharded modules, as extended by fully_shard."""
         return [*(unit.module for unit in self.units), self.objective]
 
     def _gather_root(self) -> None:
@@ -263,10 +263,10 @@ class FSDP(ShardedStrategy):
         root.unshard()
 
     def forward_backward(self, microbatches: Iterable[Microbatch], *, global_samples: int, requests: Requests) -> None:
-        """Accumulate whole gradients without traffic; the last microstep's backward adds them up and divides them.
+        """Accumulate whole gradients without communication; the last microstep's backward sums and shards them.
 
-        Communication: per unit and microstep one all_gather in forward and, unless kept, one in backward; per unit
-        and step one reduce_scatter, and one all_reduce of the shards with several replicas.
+        Communication: per unit and microstep one all_gather in forward and, unless parameters are kept, one in
+        backward; per unit and step one reduce_scatter, and with several replicas one all_reduce of the shards.
         """
         self.sums.begin(requests)
         self._reached.clear()
@@ -289,11 +289,11 @@ class FSDP(ShardedStrategy):
         root: Any = self.objective
         root.set_requires_gradient_sync(not is_accumulating)
         if not self.options.reshard_after_forward:
-            root.set_reshard_after_backward(not is_accumulating)  # what is to be kept is kept for the whole step
+            root.set_reshard_after_backward(not is_accumulating)  # parameters that are kept are kept for the whole step
         self._is_accumulating = is_accumulating
 
     def sync_gradients(self) -> StepFacts:
-        """Add up what fully_shard leaves out: the gradients of scalars, which parameters were used, and the facts."""
+        """Sum what fully_shard does not: the gradients of 0-dim parameters, flags of used parameters, and the facts."""
         self.shards.take_gradients()
         is_all_reached, used = self._used()
         scalars = [torch.zeros((), dtype=used.dtype) if p.grad is None else p.grad for p in self._own_scalars]
@@ -304,7 +304,7 @@ class FSDP(ShardedStrategy):
         for parameter, gradient in zip(self._own_scalars, beside[len(self.trainable) :], strict=True):
             parameter.grad = gradient.to(parameter)
         if not is_all_reached:
-            # a parameter that no rank used has no gradient: a zero would still decay and carry momentum
+            # a parameter that no rank used has no gradient: a zero would still apply weight decay and momentum
             for parameter, by_any in zip(self.trainable, beside.tolist(), strict=False):
                 if not by_any:
                     parameter.grad = None
@@ -327,12 +327,12 @@ class FSDP(ShardedStrategy):
         return [self.model]
 
     def state_dict(self) -> StrategyState:
-        """Free what is gathered, and return this rank's shards."""
+        """Free the gathered parameters, and return this rank's shards."""
         self._reshard()
         return super().state_dict()
 
     def load_state_dict(self, source: StateSource) -> None:
-        """Take of a checkpoint what this rank's shards need."""
+        """Load the parts of a checkpoint that this rank's shards need."""
         self._reshard()
         super().load_state_dict(source)
 
@@ -341,12 +341,12 @@ class FSDP(ShardedStrategy):
             module.reshard()
 
     def not_preserved(self) -> list[str]:
-        """Return what this run does not preserve; what concerns halves only where there are some."""
+        """Return the differences from the one-device run; those of half precision only if it is used."""
         texts = super().not_preserved()
         return [text for text in texts if self.precision.name in _GATHERED or not text.startswith("bf16")]
 
     def describe(self) -> list[str]:
-        """Say what is gathered together, and what a rank keeps."""
+        """Return lines about the units that are gathered together, and what a rank keeps."""
         sizes = [gathered.num_bytes for gathered in self.gathered]
         num_shards = self.mesh.size("shard")
         when = "from forward to backward" if not self.options.reshard_after_forward else "only while it computes"
@@ -364,7 +364,7 @@ class FSDP(ShardedStrategy):
         return lines
 
     def sent_bytes(self, num_microsteps: int) -> int:
-        """Return what gathering, scattering and adding up send, and the facts."""
+        """Return the bytes of all gathers and reductions, and of the facts."""
         keeps = not self.options.reshard_after_forward
         per_unit = 1 if keeps else 2 * num_microsteps
         per_root = 1 if keeps else num_microsteps
@@ -376,25 +376,25 @@ class FSDP(ShardedStrategy):
         return gathers + sum(gathered.reduce_bytes for gathered in self.gathered) + facts_bytes
 
     def close(self) -> None:
-        """Let go of the sharded modules before the process group goes."""
+        """Release the sharded modules before the process group is destroyed."""
         del self.objective
 
 
 class Gathered:
-    """Parameters that are gathered in one message, and their gradients reduced in one."""
+    """Parameters that are gathered in one message, and whose gradients are reduced in one."""
 
     def __init__(self, parameters: Sequence[nn.Parameter], mesh: Mesh, lowered: torch.dtype | None) -> None:
         """Count the bytes.
 
         Args:
-            parameters: Whole, not yet sharded.
-            mesh: With the axes `replica` and `shard`.
-            lowered: In which they are gathered; None for their own dtype.
+            parameters: Whole parameters, not yet sharded.
+            mesh: Mesh with the axes `replica` and `shard`.
+            lowered: Dtype in which they are gathered; None for their own.
         """
         num_shards, num_replicas = mesh.size("shard"), mesh.size("replica")
         self.num_bytes = sum(p.numel() * p.element_size() for p in parameters)
         """Bytes of the whole parameters."""
-        # every shard is as long as the first, which is the longest
+        # every shard is padded to the length of the first, which is the longest
         shards = [(p, -(-p.size(0) // num_shards) * (p.numel() // p.size(0) if p.numel() else 0)) for p in parameters]
         self.gather_bytes = (num_shards - 1) * sum(n * (lowered or p.dtype).itemsize for p, n in shards)
         """Bytes that each rank sends for one all_gather."""
@@ -404,14 +404,14 @@ class Gathered:
 
 
 def _recomputed(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Run a module's forward, keeping its inputs alone for backward (Chen et al. 2016, section 4)."""
+    """Run a module's forward, saving only its inputs for backward (Chen et al. 2016, section 4)."""
     if not torch.is_grad_enabled():
         return forward(*args, **kwargs)
     return checkpoint(forward, *args, use_reentrant=False, **kwargs)
 
 
 def _fill_in_backward(outputs: Any, parameters: Sequence[nn.Parameter]) -> None:
-    """Give parameters gradients of zero when backward comes to what was computed from some of them."""
+    """Give parameters zero gradients when backward reaches a result computed from some of them."""
 
     def fill(gradient: Tensor) -> None:
         for parameter in parameters:
@@ -422,7 +422,7 @@ def _fill_in_backward(outputs: Any, parameters: Sequence[nn.Parameter]) -> None:
 
 
 def _without_base(tensor: Tensor) -> Tensor:
-    """Copy what is a view: changed in place by the caller, it would lose the hook that gathers for backward."""
+    """Copy a view: if the caller changed it in place, it would lose the hook that gathers for backward."""
     return tensor.clone() if tensor.requires_grad and tensor._base is not None else tensor
 
 
@@ -440,7 +440,7 @@ def _explained() -> Iterator[None]:
 
 
 def _dtype_faults(name: str, module: nn.Module, units: set[nn.Module]) -> list[str]:
-    """Refuse a unit of which parts are trained in several dtypes: its gradients travel in one message."""
+    """Refuse a unit whose trained parameters have several dtypes: its gradients are sent in one message."""
     inner = {id(p) for unit in units if unit is not module and unit in set(module.modules()) for p in unit.parameters()}
     own = [p for p in module.parameters() if id(p) not in inner and p.requires_grad and p.dim()]
     dtypes = sorted({str(p.dtype).removeprefix("torch.") for p in own})

@@ -1,4 +1,4 @@
-"""Modules that `fsdp` gathers on their own: found from outside, or named by patterns."""
+"""Modules that `fsdp` gathers separately: found automatically, or named by patterns."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -9,15 +9,15 @@ from dure.strategies.state.module_patterns import matching
 from dure.torchcompat import BatchNorm
 
 _CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
-"""Containers of repeated blocks. Subclasses have a forward of their own, so they are blocks themselves."""
+"""Containers of repeated blocks. Subclasses have their own forward, so they are blocks themselves."""
 
 _LEAST_BYTES = 128 * 2**10
-"""Size below which a message is mostly latency: 128 KiB take 30 us at 4 GB/s, about what sending any message takes."""
+"""Size below which latency dominates: 128 KiB take 30 us at 4 GB/s, about the cost of any message."""
 
 
 @dataclass(frozen=True, slots=True)
 class Unit:
-    """A module whose parameters are gathered together, and freed together."""
+    """Module whose parameters are gathered together, and freed together."""
 
     name: str
     module: nn.Module
@@ -29,29 +29,29 @@ class Unit:
 
     @property
     def has_batchnorm(self) -> bool:
-        """Return whether computing it twice would count a batch twice, and whether it needs parameters in float32."""
+        """Return whether it has a BatchNorm: recomputing one counts a batch twice, and it needs float32 parameters."""
         return has_batchnorm(self.module)
 
 
 def parameter_bytes(module: nn.Module) -> int:
-    """Count the bytes of all parameters of a module."""
+    """Return the bytes of all parameters of a module."""
     return sum(parameter.numel() * parameter.element_size() for parameter in module.parameters())
 
 
 def has_batchnorm(module: nn.Module) -> bool:
-    """Return whether a BatchNorm is in a module."""
+    """Return whether a module contains a BatchNorm."""
     return any(isinstance(inner, BatchNorm) for inner in module.modules())
 
 
 def find_units(model: nn.Module, patterns: str | None) -> list[Unit]:
     """Return the units without the model itself, outer ones before those inside them.
 
-    Found are the children of lists and sequences that have some size: blocks, of which only the one at work need be
-    whole. One that shares a parameter with anything outside itself is none, since it would be freed too early.
+    Units are the children of lists and sequences that are large enough: blocks, of which only the active one need be
+    whole. A block that shares a parameter with anything outside itself is no unit, because it would be freed too early.
 
     Args:
-        model: Not yet sharded.
-        patterns: `blocks.*,head`: takes the place of the search.
+        model: Model that is not yet sharded.
+        patterns: `blocks.*,head`: replaces the search.
     """
     if patterns is not None:
         named = {name: module for pattern in patterns.split(",") for name, module in matching(model, pattern)}
@@ -70,7 +70,7 @@ def _blocks(module: nn.Module, prefix: str) -> Iterator[tuple[str, nn.Module]]:
 
 
 def shared_parameters(model: nn.Module, module: nn.Module) -> list[str]:
-    """Return the names, inside the module, of parameters that something outside it has too."""
+    """Return the names, inside the module, of parameters that are also used outside it."""
     inside = set(module.modules())
     outside = {
         id(parameter)
@@ -82,7 +82,7 @@ def shared_parameters(model: nn.Module, module: nn.Module) -> list[str]:
 
 
 def unit_faults(model: nn.Module, patterns: str) -> Iterator[str]:
-    """Yield why modules named by patterns cannot be units, a sentence each."""
+    """Yield the reasons why modules named by patterns cannot be units, one sentence each."""
     for pattern in patterns.split(","):
         found = list(matching(model, pattern))
         if not found:

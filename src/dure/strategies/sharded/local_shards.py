@@ -1,10 +1,10 @@
-"""An optimiser over this rank's shards as plain tensors, for strategies whose parameters are DTensors.
+"""Optimiser over this rank's shards as plain tensors, for strategies whose parameters are DTensors.
 
-DTensor makes a parameter's name, shape and place one thing, which checkpoints need; stepped as such it is slow (100
-small ones under AdamW: 83 ms instead of 5 on the CPU), and an optimiser that gets DTensors and plain tensors cannot
-step them together. So the optimiser holds plain views of the same memory, whatever else it holds, and takes the
-DTensors back while a checkpoint is read or written. That is right for optimisers that do to an element what they do
-whatever the others are; `check_optimizer` refuses the rest.
+A DTensor combines a parameter's name, shape and position, which checkpoints need. But stepping DTensors is slow (100
+small ones under AdamW: 83 ms instead of 5 on the CPU), and an optimiser cannot step DTensors and plain tensors
+together. So the optimiser holds plain views of the same memory, and gets the DTensors back while a checkpoint is read
+or written. That is correct for optimisers that step each element independently of the others; `check_optimizer` refuses
+the rest.
 """
 
 import importlib
@@ -34,40 +34,40 @@ from dure.strategies.state.saved_state import StateSource, StrategyState
 
 
 class LocalShards:
-    """The plain local tensors that stand for DTensors in an optimiser."""
+    """Plain local tensors in place of DTensors in an optimiser."""
 
     def __init__(self, parameters: Iterable[nn.Parameter], optimizer: Optimizer) -> None:
         """Put local tensors into the optimiser, its groups and its state.
 
         Args:
-            parameters: All that are trained, DTensors or not, in the optimiser or not.
-            optimizer: Over some of them.
+            parameters: All trained parameters, DTensors or not, in the optimiser or not.
+            optimizer: Optimiser over some of them.
         """
         self._optimizer = optimizer
         self._wholes: dict[int, nn.Parameter] = {}
-        """The DTensor by the id of its local tensor."""
+        """DTensors by the ids of their local tensors."""
         self._locals: dict[int, nn.Parameter] = {}
-        """The local tensor by the id of its DTensor."""
+        """Local tensors by the ids of their DTensors."""
         self.parameters: list[nn.Parameter] = []
-        """The local tensors, and those that were none, in the order of the model."""
+        """Local tensors, and parameters that are not DTensors, in the order of the model."""
         for parameter in parameters:
             self.parameters.append(self._local_of(parameter) if isinstance(parameter, DTensor) else parameter)
         self._exchange(self._locals, lambda parameter, value: _to_local(value))
 
     def _local_of(self, parameter: DTensor) -> nn.Parameter:
-        # detached: the same memory, and an optimiser steps leaves only
+        # detached: the same memory, and a leaf, as an optimiser requires
         local = nn.Parameter(parameter.to_local().detach(), requires_grad=parameter.requires_grad)
         vars(local).update(torchcompat.own_attributes(parameter))
         self._wholes[id(local)], self._locals[id(parameter)] = parameter, local  # type: ignore[assignment]
         return local
 
     def is_divided(self, local: Tensor) -> bool:
-        """Return whether other ranks have other parts of what this is a part of."""
+        """Return whether a local tensor is a shard, with other shards on other ranks."""
         whole: Any = self._wholes.get(id(local))
         return isinstance(whole, DTensor) and any(isinstance(placement, Shard) for placement in whole.placements)
 
     def take_gradients(self) -> None:
-        """Hand the DTensors' gradients to their local tensors."""
+        """Assign the DTensors' gradients to their local tensors."""
         for local in self.parameters:
             whole = self._wholes.get(id(local))
             if whole is None or whole.grad is None:
@@ -78,7 +78,7 @@ class LocalShards:
 
     @contextmanager
     def whole(self) -> Iterator[None]:
-        """Let the optimiser hold the DTensors themselves, as the model's names and a checkpoint's pieces need it."""
+        """Put the DTensors themselves into the optimiser, as the model's names and a checkpoint's shards need them."""
         self._exchange(self._wholes, _to_whole)
         try:
             yield
@@ -96,12 +96,12 @@ class LocalShards:
 
 
 def _to_whole(parameter: Any, state: Any) -> Any:
-    """Return an optimiser's state of a local tensor with that of each element as a DTensor like the parameter."""
+    """Return a local tensor's optimiser state with elementwise values as DTensors like the parameter."""
     shape = parameter.to_local().shape
 
     def convert(value: Tensor) -> Tensor:
         if value.shape != shape:
-            return value  # a step count, say
+            return value  # a step count, for example
         return DTensor.from_local(
             value, parameter.device_mesh, parameter.placements, run_check=False, shape=parameter.shape,
             stride=parameter.stride(),
@@ -115,9 +115,9 @@ def _to_local(state: Any) -> Any:
 
 
 class ShardedStrategy(Strategy):
-    """Base of strategies whose parameters are DTensors, some or all of them.
+    """Base of strategies in which some or all parameters are DTensors.
 
-    `place` makes them; `shard_group` is the group over whose ranks each is divided.
+    `place` creates them; `shard_group` is the group over whose ranks each is divided.
     """
 
     rules = WeightRules(follows_groups=False)
@@ -126,12 +126,12 @@ class ShardedStrategy(Strategy):
 
     @classmethod
     def import_late_parts(cls) -> None:
-        """Import what a DTensor takes to say which piece of it a rank has: 0.08 s of processor time in every rank."""
+        """Import modules that a DTensor needs to compute a rank's shard: 0.08 s of processor time in every rank."""
         importlib.import_module("torch.distributed.checkpoint.planner_helpers")
 
     @classmethod
     def check_optimizer(cls, optimizer: Optimizer) -> list[str]:
-        """Refuse an optimiser for which an element's step depends on the rest of its tensor, which other ranks have."""
+        """Refuse an optimiser whose step of an element depends on the rest of its tensor, which other ranks have."""
         if fault := fault_of_hooks(optimizer):
             return [fault]
         reason = reason_not_to_cut(optimizer)
@@ -144,7 +144,7 @@ class ShardedStrategy(Strategy):
         ]
 
     def check_traits(self, model: nn.Module) -> list[str]:
-        """Refuse hooks on parameters too: shards are other tensors, which would lose them without a word."""
+        """Refuse also hooks on parameters: shards are other tensors, which would lose them without an error."""
         faults = super().check_traits(model)
         parameters = dict(model.named_parameters())
         if names := [name for name in self.traits.hooked_parameters if name in parameters]:
@@ -160,7 +160,7 @@ class ShardedStrategy(Strategy):
         return faults
 
     def distribute(self) -> None:
-        """Give the optimiser local tensors; from here on `trainable` are these too."""
+        """Give the optimiser local tensors, of which `trainable` consists from now on."""
         if faults := self.check_optimizer(self.optimizer):
             raise SpecInvalid([f"strategy is {self.info.name}: {fault}" for fault in faults])
         refuse_later_hooks(self.optimizer)
@@ -171,10 +171,10 @@ class ShardedStrategy(Strategy):
         self.trainable = self.shards.parameters
         names = [name for name, p in named if p.requires_grad]
         self._own: list[tuple[str, Tensor]] = [*zip(names, self.trainable, strict=True), *frozen]
-        """Parts of all parameters that this rank has."""
+        """This rank's shards of all parameters."""
 
     def unscale_gradients(self) -> None:
-        """Unscale, and let every rank skip the step in which any rank's gradient overflowed.
+        """Unscale, and make every rank skip the step if any rank's gradient overflowed.
 
         Communication: with fp16, one blocking all_reduce of one number per device of the gradients, over all ranks.
         """
@@ -184,7 +184,7 @@ class ShardedStrategy(Strategy):
                 self.group.all_reduce_sum(found)
 
     def clip_gradients(self, parameters: list[nn.Parameter], most: float) -> None:
-        """Scale by the norm of the whole gradient: squares of the divided ones are added up over `shard_group`.
+        """Clip by the norm of the whole gradient: squares of sharded gradients are summed over `shard_group`.
 
         Communication: one blocking all_reduce of one number over `shard_group`.
         """
@@ -197,34 +197,34 @@ class ShardedStrategy(Strategy):
             nn.utils.clip_grads_with_norm_(parameters, most, norm.to(gradients[0]))
 
     def _square(self, gradients: list[Tensor]) -> Tensor:
-        # float64: the square of a norm that float32 can hold may be one that it cannot
+        # float64: the square of a norm may overflow float32
         norm = nn.utils.get_total_norm(gradients) if gradients else torch.zeros(())
         return norm.to(self.device, self.sums.dtype).square()
 
     def replica(self) -> ReplicaState:
-        """Ranks at the same place of their `shard_group` hold the same parts."""
+        """Return this rank's shards; ranks at the same position in their `shard_group` hold the same."""
         return replica_state(f"shard {self.shard_group.rank}", self._own, self.optimizer)
 
     def state_dict(self) -> StrategyState:
-        """Return this rank's pieces under the model's own names."""
+        """Return this rank's shards under the model's own names."""
         with self.shards.whole():
             optimizer = optimizer_to_names(self.model, self.optimizer)
         return StrategyState(model=self.model.state_dict(), optimizer=optimizer)
 
     def load_state_dict(self, source: StateSource) -> None:
-        """Take of a checkpoint what this rank's pieces need."""
+        """Load the parts of a checkpoint that this rank's shards need."""
         source.load_model(self.model)
         with self.shards.whole():
             source.load_optimizer(self.model, self.optimizer)
 
 
 def share_bytes(parameters: Iterable[Tensor]) -> int:
-    """Count the bytes of the parts of parameters that this rank has."""
+    """Return the bytes of this rank's shards of parameters."""
     return sum(_local(p).numel() * p.element_size() for p in parameters)
 
 
 def whole_bytes(parameters: Iterable[Tensor]) -> int:
-    """Count the bytes of parameters, all ranks' parts of each together."""
+    """Return the bytes of whole parameters, with the shards of all ranks."""
     return sum(math.prod(p.shape) * p.element_size() for p in parameters)
 
 

@@ -7,7 +7,7 @@ from dure.spec.options import StrategyOptions
 
 
 class FSDPOptions(StrategyOptions):
-    """Units that are gathered together, and what is kept."""
+    """Units that are gathered together, and memory options."""
 
     reshard_after_forward: bool = Field(
         True, description="free gathered parameters after forward (ZeRO-3; without it ZeRO-2)"

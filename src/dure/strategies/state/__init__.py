@@ -1,1 +1,1 @@
-"""State of models, optimisers and objects, as strategies divide, carry and try it."""
+"""State of models, optimisers and objects: sharded, saved, and restored after trials."""

@@ -1,4 +1,4 @@
-"""A checksum of tensors where they are: 64 bits that notice every single flipped bit, as fast as memory is read."""
+"""Checksum of tensors on their devices: 64 bits that detect every single flipped bit, at memory bandwidth."""
 
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
@@ -10,33 +10,33 @@ from torch import Tensor
 from dure.torchcompat import bytes_of
 
 _FACTOR = -1640531527
-"""An odd number, 2^32 over the golden ratio: its powers have no short pattern that data could share."""
+"""Odd number, 2^32 over the golden ratio: its powers have no short pattern that data could share."""
 _MODULUS = 1 << 64
 _LANES = {"cpu": 1 << 16}
-"""Words that are taken side by side: as many as a core's second cache holds twice (256 KiB)."""
+"""Words that are processed in parallel: 256 KiB, which fit twice into a core's second-level cache."""
 _LANES_ELSEWHERE = 1 << 20
-"""An accelerator takes a few microseconds for any operation, and wants much to do in each."""
+"""Lanes on an accelerator, where every operation costs a few microseconds and should have much to do."""
 _SMALL_BYTES = 1 << 16
-"""Tensors of fewer bytes are put together first: one operation costs as much as this many bytes."""
+"""Tensors of fewer bytes are concatenated first: one operation costs as much as this many bytes."""
 
 
 def checksum(tensors: Iterable[Tensor]) -> int:
-    """Return 64 bits over the bytes of tensors, which depend on every bit, every byte's place and every length.
+    """Return 64 bits over the bytes of tensors, which depend on every bit, every byte's position and every length.
 
-    The bytes are read as 32-bit words w, dealt to lanes in turn. A lane's state becomes s <- mix(s f + w) modulo 2^32
-    with an odd factor f, where mix adds the upper half of the bits to the lower one by exclusive or. In the end each
-    lane's state is multiplied by an odd number of 64 bits of its own, and all are added up modulo 2^64.
+    The bytes are read as 32-bit words w, assigned to lanes in turn. A lane's state becomes s <- mix(s f + w) modulo
+    2^32 with an odd factor f, where mix XORs the upper half of the bits into the lower one. In the end each lane's
+    state is multiplied by its own odd 64-bit number, and all are summed modulo 2^64.
 
-    That a change within one word, as one flipped bit is, always changes the sum: for one s another w gives another
-    s f + w, and mix takes two numbers to one never (the upper half stays, and so the lower one can be had back), so
-    the lane's state is another one. Every later word of the lane keeps two states apart, f being odd and mix as
-    before. So one lane ends with another state, by a difference of less than 2^32 in size that is not zero, and no
-    odd number makes that a multiple of 2^64. Changes of several words go unnoticed with a chance of about 2^-64, or
-    2^-32 if they are all in one lane, which are 256 KiB apart. (Without mix two flips of the highest bit of words in
-    one lane would always cancel: 2^31 times anything odd is 2^31.)
+    A change within one word, such as one flipped bit, always changes the sum. For a fixed s, another w gives another s
+    f + w. mix is injective (the upper half is kept, from which the lower one can be recovered), so the lane's state
+    differs. Every later word of the lane keeps two different states apart, because f is odd and mix is injective. So
+    one lane ends with another state, by a nonzero difference of less than 2^32 in size, and no odd number makes that a
+    multiple of 2^64. Changes of several words are missed with a probability of about 2^-64, or 2^-32 if they are all in
+    one lane, whose words are 256 KiB apart. (Without mix, two flips of the highest bit of words in one lane would
+    always cancel: 2^31 times any odd number is 2^31.)
 
     Args:
-        tensors: Of any dtype, on any devices; large ones are read where they are, if they are dense in memory.
+        tensors: Tensors of any dtype, on any devices; large ones are read without a copy, if they are dense in memory.
     """
     small: defaultdict[torch.device, list[Tensor]] = defaultdict(list)
     large: list[Tensor] = []
@@ -82,9 +82,9 @@ def _lane_factors(num_lanes: int, device: torch.device) -> Tensor:
 
 
 def _words(data: Tensor) -> Iterator[Tensor]:
-    """Yield bytes as 32-bit words, and those that are left over."""
+    """Yield bytes as 32-bit words, followed by the remainder."""
     if data.storage_offset() % 4:
-        data = data.clone()  # memory can be seen as words only from a word's edge
+        data = data.clone()  # memory can be viewed as words only if it is aligned to words
     whole = data.numel() // 4 * 4
     if whole:
         yield data[:whole].view(torch.int32)
@@ -93,9 +93,9 @@ def _words(data: Tensor) -> Iterator[Tensor]:
 
 
 def _bytes(tensor: Tensor) -> Tensor:
-    """Return the bytes of all elements, in the order in which they lie in memory where there is no gap."""
+    """Return the bytes of all elements, in memory order if there are no gaps."""
     if not tensor.is_contiguous():
-        # channels_last and the like: dense, in another order of dimensions
+        # dense, with another order of dimensions, such as channels_last
         strides = tensor.stride()
         tensor = tensor.permute(sorted(range(tensor.dim()), key=lambda dim: -strides[dim]))
     return bytes_of(tensor)

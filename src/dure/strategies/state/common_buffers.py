@@ -1,4 +1,4 @@
-"""Buffers that all ranks have alike in kind and shape: a model may register or grow some by the samples of a rank."""
+"""Buffers with the same name, dtype and shape on all ranks: a model may register or grow others by a rank's samples."""
 
 from torch import Tensor, nn
 
@@ -6,7 +6,7 @@ from dure.comm.groups import Group
 
 
 def common_buffers(model: nn.Module, group: Group) -> list[Tensor]:
-    """Return the buffers, in one order, that every rank has under the same name with the same dtype and shape.
+    """Return the buffers, in one order, that every rank has with the same name, dtype and shape.
 
     Communication: one gathered JSON message of about 60 bytes per buffer.
     """
@@ -17,7 +17,7 @@ def common_buffers(model: nn.Module, group: Group) -> list[Tensor]:
 
 
 def broadcast_buffers(model: nn.Module, group: Group) -> None:
-    """Send rank 0's buffers to all. Those that differ in shape, such as a table that has grown, stay each rank's own.
+    """Send rank 0's buffers to all. Those that differ in shape, such as a table that has grown, are left unchanged.
 
     Communication: the message of `common_buffers`, and one broadcast for each buffer.
     """

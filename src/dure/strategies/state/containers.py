@@ -1,8 +1,8 @@
-"""Containers of any class seen as their items, and built again with other items.
+"""Containers of any class, decomposed into their items and rebuilt with other items.
 
-Batches and outputs come as tuples, dictionaries, dataclasses, and as classes that libraries derive from these. A
-container that is built again keeps its class and everything else that it holds. None of its own code runs meanwhile:
-no `__init__`, `__post_init__`, `__setattr__` or `__setitem__`.
+Batches and outputs are tuples, dictionaries, dataclasses, and classes that libraries derive from these. A rebuilt
+container keeps its class and all its other content. None of its own code runs: no `__init__`, `__post_init__`,
+`__setattr__` or `__setitem__`.
 """
 
 import functools
@@ -21,16 +21,16 @@ from dure.errors import TaskInvalid
 from dure.strategies.state.not_gathered import NotGathered
 
 Key = tuple[Literal["item", "attribute"], Any]
-"""Place of a value in its container: an index or a key of a mapping, or an attribute's name."""
+"""Position of a value in its container: an index or a key of a mapping, or an attribute's name."""
 
 Path = tuple[Key, ...]
-"""Place of a value in nested containers, the outermost first."""
+"""Position of a value in nested containers, the outermost first."""
 
 _PLAIN = frozenset({bool, int, float, complex, str, bytes, type(None), type(Ellipsis), slice, range, NotGathered})
-"""Classes of values that are no containers; most values are of one of them."""
+"""Classes of values that are no containers; most values belong to one of them."""
 
 _LONG = 64
-"""Items from which it pays to ask for their classes first."""
+"""Number of items from which it pays to check their classes first."""
 
 _NO_CONTAINERS = (Tensor, nn.Module, np.ndarray, torch.Size, str, bytes, bytearray, memoryview, range, type)
 
@@ -38,7 +38,7 @@ _NO_CONTAINERS = (Tensor, nn.Module, np.ndarray, torch.Size, str, bytes, bytearr
 def items_of(value: Any) -> dict[Key, Any] | None:
     """Return a container's values by their keys; None if it is no container of a known kind.
 
-    A container of a derived class has its attributes among them.
+    For a container of a derived class they include its attributes.
     """
     cls = _class_of(value)
     if cls is tuple or cls is list:
@@ -52,7 +52,7 @@ def items_of(value: Any) -> dict[Key, Any] | None:
     if kind == "sequence":
         items = {("item", index): item for index, item in enumerate(value)}
     elif kind == "mapping":
-        # a derived class may hide or change items on their way out
+        # a derived class may hide or change items when they are read
         pairs = dict.items(value) if isinstance(value, dict) else value.items()
         items = {("item", key): item for key, item in pairs}
     items.update({("attribute", name): item for name, item in attributes_of(value).items()})
@@ -63,7 +63,7 @@ def rebuilt(value: Any, items: Mapping[Key, Any]) -> Any:
     """Return a container of the same class with other values under the same keys.
 
     Raises:
-        TaskInvalid: The class cannot be built again without its own code.
+        TaskInvalid: The class cannot be rebuilt without its own code.
     """
     cls = _class_of(value)
     if cls is dict:
@@ -101,7 +101,7 @@ def resized(value: Any, items: Sequence[Any]) -> Any:
 
 
 def is_container(value: Any) -> bool:
-    """Return whether `items_of` knows how to look into a value."""
+    """Return whether `items_of` can decompose a value."""
     return _kind(_class_of(value)) is not None
 
 
@@ -111,13 +111,13 @@ def is_sequence(value: Any) -> bool:
 
 
 def attributes_of(value: Any) -> dict[str, Any]:
-    """Return the attributes of one object, those in slots included, by their names."""
+    """Return the attributes of one object, including those in slots, by their names."""
     found = {name: object.__getattribute__(value, name) for name in _slots(_class_of(value)) if _has_slot(value, name)}
     return found | getattr(value, "__dict__", {})
 
 
 def set_attribute(value: Any, name: str, item: Any) -> None:
-    """Set an attribute of one object without its own code."""
+    """Set an attribute of one object without running its own code."""
     if hasattr(value, "__dict__") and name not in _slots(_class_of(value)):
         value.__dict__[name] = item
     else:
@@ -131,21 +131,21 @@ def map_leaves(
     *,
     copies: bool = False,
 ) -> Any:
-    """Apply `change` to everything in nested containers that is no container itself.
+    """Apply `change` to every value in nested containers that is no container itself.
 
-    What is one object stays one object. A container in which nothing changes is returned as it is.
+    Identical objects stay identical. A container in which nothing changes is returned as it is.
 
     Args:
         value: Any nested structure.
-        change: Gets each value once.
-        is_leaf: Says of a container that `change` takes it as a whole.
+        change: Called once with each value.
+        is_leaf: Whether `change` takes a container as a whole.
         copies: Return a new container for each one that could be changed in place.
     """
     return _Mapping(change, is_leaf, copies).of(value)
 
 
 def _is_vocabulary(value: Any) -> bool:
-    """Return whether a value is a long list or dictionary of plain values alone, seen at the speed of C."""
+    """Return whether a value is a long list or dictionary of plain values only, checked at the speed of C."""
     if (type(value) is not list and type(value) is not dict) or len(value) < _LONG:
         return False
     return set(map(type, value.values() if type(value) is dict else value)) <= _PLAIN
@@ -165,7 +165,7 @@ class _Mapping:
             return value
         if id(value) in self._done:
             return self._done[id(value)]
-        # those of which there are most, first: calls of a model go through here
+        # the most frequent cases first: calls of a model pass through here
         if _is_vocabulary(value):
             found = value.copy() if self._copies else value
         elif cls is tuple or cls is list:
@@ -196,8 +196,8 @@ def are_same(one: Any, other: Any, known: dict[tuple[int, int], bool] | None = N
 
     Args:
         one: Any value.
-        other: Compared with it.
-        known: Keeps answers about containers, for further comparisons of values that live as long.
+        other: Value to compare with it.
+        known: Cache of results for containers, for further comparisons of values that live as long.
     """
     if one is other:
         return True
@@ -226,7 +226,7 @@ def are_same(one: Any, other: Any, known: dict[tuple[int, int], bool] | None = N
 
 
 def tensors_in(value: Any) -> list[Tensor]:
-    """Return the tensors that a value holds, those in the attributes of objects of unknown classes included."""
+    """Return the tensors that a value holds, including those in the attributes of objects of unknown classes."""
     found: dict[int, Tensor] = {}
     seen: dict[int, Any] = {}
     waiting = [value]
@@ -244,7 +244,7 @@ def tensors_in(value: Any) -> list[Tensor]:
 
 
 def _held_by(value: Any) -> list[Any]:
-    """Return the contents of an object of a class that is no known container."""
+    """Return the contents of an object whose class is no known container."""
     if callable(value) or isinstance(value, np.ndarray):
         return []
     inside = list(value) if isinstance(value, set | frozenset) else []
@@ -252,7 +252,7 @@ def _held_by(value: Any) -> list[Any]:
 
 
 def path_in_words(path: Path, name: str) -> str:
-    """Return a path as the expression that reads its value."""
+    """Return a path as the Python expression that reads its value."""
     return name + "".join(f".{key}" if kind == "attribute" else f"[{key!r}]" for kind, key in path)
 
 
@@ -260,7 +260,7 @@ def path_in_words(path: Path, name: str) -> str:
 
 
 def _class_of(value: Any) -> Any:
-    return type(value)  # mypy takes no class for hashable
+    return type(value)  # mypy does not consider a class hashable
 
 
 @functools.cache
@@ -272,13 +272,13 @@ def _kind(cls: type) -> Literal["sequence", "mapping", "attributes"] | None:
     if issubclass(cls, dict | MappingProxyType):
         return "mapping"
     is_record = is_dataclass(cls) or hasattr(cls, "__attrs_attrs__") or issubclass(cls, SimpleNamespace)
-    # of these it is certain that they hold their items in attributes: there is no C code below them
+    # these certainly hold their items in attributes: there is no C code below them
     has_items = issubclass(cls, UserDict | UserList | Mapping | Sequence) and cls.__flags__ & _HEAP_TYPE
     return "attributes" if is_record or has_items else None
 
 
 _HEAP_TYPE = 1 << 9
-"""Flag of classes that are made by a `class` statement (`Py_TPFLAGS_HEAPTYPE`)."""
+"""Flag of classes made by a `class` statement (`Py_TPFLAGS_HEAPTYPE`)."""
 
 
 @functools.cache
@@ -303,7 +303,7 @@ def _has_slot(value: Any, name: str) -> bool:
 
 
 def _empty_like(value: Any, items: list[Any]) -> Any:
-    """Return a new object of the same class: a sequence with its items, anything else without."""
+    """Return a new object of the same class: a sequence with its items, anything else empty."""
     cls: Any = type(value)
     if isinstance(value, tuple):
         return cls(items) if _is_of_c(cls) else tuple.__new__(cls, items)
@@ -327,5 +327,5 @@ def _empty_like(value: Any, items: list[Any]) -> Any:
 
 
 def _is_of_c(cls: type) -> bool:
-    """Return whether a class of named tuples is written in C, as that of what `torch.max` returns."""
+    """Return whether a class of named tuples is written in C, such as the return type of `torch.max`."""
     return hasattr(cls, "n_sequence_fields")

@@ -10,13 +10,13 @@ from torch.utils.data import Dataset
 from dure.strategies.state.kept_modules import put_back_entries
 
 LEVELS = 4
-"""Number of containers and data sets within each other that are searched."""
+"""Maximum nesting of containers and data sets that are searched."""
 _MOST_HELD = 100
-"""Number of items of a container that are searched."""
+"""Maximum number of items of a container that are searched."""
 
 
 def tensors_of(path: str, data: object, levels: int = LEVELS) -> dict[str, Tensor]:
-    """Return the dense tensors that a data set holds, also in containers and in other data sets in it, by path."""
+    """Return the dense tensors of a data set, including those in containers and nested data sets, by path."""
     if isinstance(data, Tensor):
         return {path: data} if data.layout == torch.strided else {}
     if isinstance(data, list | tuple):
@@ -32,18 +32,18 @@ def tensors_of(path: str, data: object, levels: int = LEVELS) -> dict[str, Tenso
 
 
 class KeptDataSets:
-    """Attributes of data sets as they are now, and of the data sets that they hold as attributes."""
+    """Current attributes of data sets, and of the data sets that they hold as attributes."""
 
     def __init__(self, found: Iterable[object]) -> None:
         """Record the attributes.
 
         Args:
-            found: Data sets; other objects are left alone.
+            found: Data sets; other objects are ignored.
         """
         self._attributes = [(data, dict(vars(data))) for each in found for data in _with_inner(each, LEVELS)]
 
     def put_back(self) -> None:
-        """Restore the objects that were the attributes; their own state is not kept."""
+        """Restore the objects that were the attributes; the state inside these objects is not restored."""
         for data, attributes in self._attributes:
             put_back_entries(vars(data), attributes)
 

@@ -14,13 +14,13 @@ _OF_MODULES = (types.FunctionType, types.BuiltinFunctionType, types.MethodType)
 
 
 class Definitions:
-    """The definitions that a model and the objects of a task had when this was made."""
+    """Definitions of a model and of the objects of a task at one point in time."""
 
     def __init__(self, model: nn.Module, objects: Mapping[str, object]) -> None:
-        """Look at them.
+        """Record the definitions.
 
         Args:
-            model: Its modules.
+            model: Model whose modules are recorded.
             objects: Further objects by name, such as the task.
         """
         self._modules = [(module, type(module), _functions(module)) for module in model.modules()]
@@ -29,9 +29,9 @@ class Definitions:
         self._classes = [(cls, dict(vars(cls))) for cls in classes]
 
     def put_back(self) -> None:
-        """Bring back what was replaced since."""
+        """Restore what was replaced since."""
         for module, cls, functions in self._modules:
-            if type(module) is not cls:  # which parametrizations replace, too
+            if type(module) is not cls:  # parametrizations replace it too
                 module.__class__ = cls
             attributes = vars(module)
             for name in _functions(module).keys() - functions.keys():
@@ -47,12 +47,12 @@ def _functions(module: nn.Module) -> dict[str, Any]:
 
 
 def _put_back_members(cls: type, before: Mapping[str, Any]) -> None:
-    """Let a class have the functions that it had; its variables are plain state, which is put back with the rest."""
+    """Restore the functions of a class; its variables are plain state, which is restored separately."""
     now = vars(cls)
     for name in [*before.keys(), *(now.keys() - before.keys())]:
         held, had = now.get(name), before.get(name)
         if held is not had and (isinstance(held, _OF_CLASSES) or isinstance(had, _OF_CLASSES)):
-            with suppress(AttributeError, TypeError):  # the class's own metaclass may refuse
+            with suppress(AttributeError, TypeError):  # a metaclass may refuse
                 if name in before:
                     setattr(cls, name, had)
                 else:

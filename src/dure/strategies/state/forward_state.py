@@ -1,7 +1,7 @@
-"""State that a model keeps in Python while it runs, and that several replicas of it would each keep their own of.
+"""State that a model keeps in Python while it runs, and of which each replica would have its own.
 
 A module may set an attribute in its forward pass, for the loss to read or for the next pass. A hook may write to a
-dictionary that it shares with the loss. One device sees all samples there, a replica only its own.
+dictionary that it shares with the loss. One device sees all samples there, but a replica only its own.
 """
 
 import functools
@@ -26,7 +26,7 @@ from dure.strategies.state.not_gathered import NotGathered
 
 
 class _Missing:
-    """Value of an attribute that is not there."""
+    """Value of a missing attribute."""
 
     def __repr__(self) -> str:
         return "nothing"
@@ -35,17 +35,17 @@ class _Missing:
 MISSING = _Missing()
 
 Attributes = dict[str, Any]
-"""Values of modules' attributes by their names in the model, as `blocks.0.last`."""
+"""Values of modules' attributes by their names in the model, such as `blocks.0.last`."""
 
 
 class ForwardAttributes:
-    """Attributes of a model's modules before a forward pass on several devices, and what the pass changed."""
+    """Attributes of a model's modules before a forward pass on several devices, and the changes by the pass."""
 
     def __init__(self, model: nn.Module) -> None:
-        """Remember them.
+        """Record the attributes.
 
         Args:
-            model: On the first device; its replicas are made after this.
+            model: Model on the first device; its replicas are made afterwards.
         """
         self._model = model
         self._members = _members(model)
@@ -57,7 +57,7 @@ class ForwardAttributes:
         """Return for each device the attributes that the forward pass changed on any of them.
 
         Args:
-            replicas: Of each device; None for the model itself.
+            replicas: Replica of each device; None for the model itself.
 
         Raises:
             TaskInvalid: The forward pass added or replaced modules or parameters.
@@ -82,14 +82,14 @@ class ForwardAttributes:
         return frozenset(name for name, value in self._copies.items() if _may_hold(value) and tensors_in(value))
 
     def put(self, name: str, value: Any) -> None:
-        """Give a module of the model an attribute's value."""
+        """Set an attribute on a module of the model."""
         if value is MISSING:
             return
         prefix, _, attribute = name.rpartition(".")
         set_attribute(self._model.get_submodule(prefix), attribute, value)
 
     def disowned(self, name: str, value: Any, reason: str) -> Any:
-        """Return an attribute's value with a `NotGathered` for everything in it that is new."""
+        """Return an attribute's value in which all new content is replaced by a `NotGathered`."""
         return disowned(value, self._copies.get(name, MISSING), reason)
 
 
@@ -116,7 +116,7 @@ def _members(model: nn.Module) -> list[Any]:
 
 
 def disowned(value: Any, before: Any, reason: str) -> Any:
-    """Return a value with a `NotGathered` for everything in it that is new; lists and dictionaries change in place."""
+    """Return a value with all new content replaced by a `NotGathered`; lists and dictionaries change in place."""
     if are_same(value, before):
         return value
     items = None if isinstance(value, Tensor) else items_of(value)
@@ -128,24 +128,24 @@ def disowned(value: Any, before: Any, reason: str) -> Any:
     return value
 
 
-# what hooks write to
+# objects that hooks write to
 
 
 class SharedState:
-    """Objects outside of a model that its hooks may write to: variables of their functions, and objects they belong to.
+    """Objects outside a model that its hooks may write to: variables of their functions, and objects they belong to.
 
-    Replicas share them, since a hook is one function on all devices.
+    Replicas share them, because a hook is one function on all devices.
     """
 
     def __init__(
         self, model: nn.Module, loss: Callable[..., Any] | None = None, method: MethodType | None = None
     ) -> None:
-        """Remember their contents.
+        """Record their contents.
 
         Args:
-            model: The run's, with the hooks.
-            loss: Also runs on each device.
-            method: The method that the loss is or wraps, whose object the devices have copies of.
+            model: Model of the run, with the hooks.
+            loss: Further function that runs on each device.
+            method: Method that the loss is or wraps, and of whose object each device has a copy.
         """
         self._modules = {id(module) for module in model.modules()}
         readers = [
@@ -158,7 +158,7 @@ class SharedState:
         self._watched = [(name, read, read()) for name, read in readers]
 
     def first_changed(self) -> str | None:
-        """Return a clause for the first object that holds something else than before; None if there is none."""
+        """Return a clause about the first object whose contents have changed; None if there is none."""
         return next((name for name, read, before in self._watched if not _are_one(read(), before)), None)
 
     def _readers_of_loss(
@@ -172,13 +172,13 @@ class SharedState:
                 if id(value) not in self._modules
             ]
             return [*objects, ("a function around the task's loss changes its variables", lambda: _variables_of(loss))]
-        # something around a task's loss, which no copies of the task were found for
+        # a wrapper of a task's loss for which the task was not copied
         held = _variables_of(loss) if isinstance(loss, FunctionType) else list(attributes_of(loss).values())
         methods = [value for value in held if isinstance(value, MethodType)]
         return [("the task's loss changes the task", read) for method in methods for read in self._readers(method)]
 
     def _readers(self, hook: Any, depth: int = 3) -> Iterator[Callable[[], Sequence[Any]]]:
-        """Yield functions that read what a hook may write to."""
+        """Yield functions that read the objects to which a hook may write."""
         if isinstance(hook, MethodType):
             if id(hook.__self__) not in self._modules:
                 yield lambda: _contents(hook.__self__)
@@ -222,14 +222,14 @@ def _is_data(value: Any) -> bool:
 
 
 def _variables_of(function: Any, depth: int = 3) -> list[Any]:
-    """Return the variables of the functions around a function, and of those among them."""
+    """Return the variables in the closure of a function, and in closures of functions among them."""
     held = [cell_contents(cell) for cell in getattr(function, "__closure__", None) or ()]
     inner = (_variables_of(value, depth - 1) for value in held if depth and isinstance(value, FunctionType))
     return held + [value for values in inner for value in values]
 
 
 def cell_contents(cell: Any) -> Any:
-    """Return a variable of a function around another one; `MISSING` if it has no value yet."""
+    """Return a closure variable of a function; `MISSING` if it has no value yet."""
     try:
         return cell.cell_contents
     except ValueError:
@@ -237,7 +237,7 @@ def cell_contents(cell: Any) -> Any:
 
 
 def _state_of(value: Any) -> list[Any]:
-    """Return what tells whether an object was changed in place; of what devices have their own copies, nothing."""
+    """Return state that shows in-place changes of an object; nothing for objects of which devices have copies."""
     if type(value) is NotGathered:
         return []
     if isinstance(value, nn.Module):
@@ -246,7 +246,7 @@ def _state_of(value: Any) -> list[Any]:
 
 
 def _contents(value: Any) -> list[Any]:
-    """Return what an object holds; of tensors their version, which counts changes in place."""
+    """Return the contents of an object; for tensors their version, which counts changes in place."""
     if type(value) is NotGathered:
         return [value]
     if isinstance(value, Tensor):

@@ -13,7 +13,7 @@ _OF_STEPS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
 
 
 def gradient_hooks(model: nn.Module) -> dict[str, int]:
-    """Return the parameters, and modules, with hooks that see gradients, and how many each has."""
+    """Return the parameters and modules with hooks that receive gradients, with the number of hooks of each."""
     found = {name: len(gradient_hooks_of(parameter)) for name, parameter in model.named_parameters()}
     for name, module in model.named_modules():
         found[name or type(module).__name__] = len(module._backward_hooks) + len(module._backward_pre_hooks)
@@ -22,9 +22,9 @@ def gradient_hooks(model: nn.Module) -> dict[str, int]:
 
 @contextmanager
 def without_new_hooks(model: nn.Module, *optimizers: Optimizer) -> Iterator[None]:
-    """Take out the hooks on gradients, on calls of modules and on optimisers' steps that are registered inside."""
+    """Remove hooks on gradients, calls of modules and optimisers' steps that are registered inside the context."""
     undo = [keep_gradient_hooks(parameter) for parameter in model.parameters()]
-    # no others: FSDP registers those of its state_dict in its first forward pass
+    # only these: FSDP registers the hooks of its state_dict in its first forward pass
     registers = [
         (hooks, hooks.copy()) for module in model.modules() for hooks in (vars(module)[name] for name in _REGISTERS)
     ]

@@ -1,4 +1,4 @@
-"""Modules as they were: their attributes, what is registered in them, and hooks on gradients."""
+"""Record of modules for their restoration: their attributes, registered members, and hooks on gradients."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -10,16 +10,16 @@ from dure.torchcompat import keep_gradient_hooks
 
 
 class KeptModules:
-    """Modules of a model, with the definitions that the model and the objects of a task use, as they are now.
+    """Current modules of a model, with the definitions that the model and the objects of a task use.
 
-    Values of tensors are not kept, nor those of plain state in lists and the like.
+    Values of tensors are not recorded, nor those of plain state in lists and other containers.
     """
 
     def __init__(self, model: nn.Module, objects: Mapping[str, object]) -> None:
         """Record the modules.
 
         Args:
-            model: Its modules.
+            model: Model whose modules are recorded.
             objects: Further objects by name, such as the task.
         """
         self._modules = [(module, dict(vars(module)), _registered(module)) for module in model.modules()]
@@ -27,7 +27,7 @@ class KeptModules:
         self._undo_hooks = [keep_gradient_hooks(parameter) for parameter in model.parameters()]
 
     def put_back(self) -> None:
-        """Restore the modules, also if some were replaced, parametrised or pruned since."""
+        """Restore the modules, even if some were replaced, parametrised or pruned since."""
         for undo in self._undo_hooks:
             undo()
         self._definitions.put_back()
@@ -39,7 +39,7 @@ class KeptModules:
 
 
 def put_back_entries(now: dict[str, Any], before: Mapping[str, Any]) -> None:
-    """Restore the very objects of a dictionary, attributes that hold functions included, such as `forward`."""
+    """Restore the same objects in a dictionary, including attributes that hold functions, such as `forward`."""
     for name in now.keys() - before.keys():
         del now[name]
     for name, value in before.items():
@@ -55,4 +55,4 @@ _REGISTERS = {
     *("_parameters", "_buffers", "_non_persistent_buffers_set", "_modules"),
     *(name for name in vars(nn.Module()) if name.endswith("_hooks")),
 }
-"""Dictionaries and sets of a module that hold what is registered in it, hooks included."""
+"""Dictionaries and sets in which a module registers its members, including hooks."""

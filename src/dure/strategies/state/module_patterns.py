@@ -1,4 +1,4 @@
-"""Naming modules of a model by patterns, as settings do: `blocks.*.mlp`."""
+"""Patterns for names of modules, as in settings: `blocks.*.mlp`."""
 
 from collections.abc import Iterable, Iterator
 from fnmatch import fnmatchcase
@@ -7,11 +7,11 @@ from torch import nn
 
 
 def matching(model: nn.Module, pattern: str) -> Iterator[tuple[str, nn.Module]]:
-    """Yield name and module for each module whose dotted name fits, outer ones before those inside them.
+    """Yield name and module for each module whose dotted name matches, outer ones before those inside them.
 
     Args:
-        model: Its own name is empty and fits nothing.
-        pattern: A dotted name in which `*` and `?` stand for parts of a name between two dots.
+        model: Model; its own name is empty and matches nothing.
+        pattern: Dotted name in which `*` and `?` match parts of a name between two dots.
     """
     wanted = pattern.strip().split(".")
     for name, module in model.named_modules():
@@ -21,7 +21,7 @@ def matching(model: nn.Module, pattern: str) -> Iterator[tuple[str, nn.Module]]:
 
 
 def shortened(names: Iterable[str]) -> str:
-    """Show names with their first numbers drawn together: `blocks.0.up, blocks.1.up` as `blocks.0-1.up`."""
+    """Return names with their first numbers merged: `blocks.0.up, blocks.1.up` as `blocks.0-1.up`."""
     found: dict[tuple[str, str], list[int]] = {}
     for name in names:
         before, number, after = _numbered(name)

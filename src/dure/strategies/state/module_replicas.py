@@ -1,7 +1,7 @@
-"""Replicas of a model: modules of their own around copies of its parameters and buffers.
+"""Replicas of a model: new modules around copies of its parameters and buffers.
 
-torch's `nn.DataParallel` makes them again for every forward pass, too, but refuses the CPU, and hides the parameters of
-a replica from the model's own code.
+torch's `nn.DataParallel` also makes them for every forward pass, but it does not support the CPU, and it hides the
+parameters of a replica from the model's own code.
 """
 
 import copy
@@ -26,15 +26,15 @@ _OWN = frozenset({"_parameters", "_buffers", "_modules"})
 
 
 class Intercepted:
-    """A module's `forward` that other code calls."""
+    """Replacement of a module's `forward`, through which other code intercepts it."""
 
     def __init__(self, original: Callable[..., Any], call: Callable[..., Any], *, in_copies: bool = False) -> None:
-        """Remember both.
+        """Set both functions.
 
         Args:
             original: The module's own.
-            call: Gets `original` and the arguments.
-            in_copies: A deep copy of the module is intercepted too. Otherwise it gets its own `forward`.
+            call: Function of `original` and the arguments.
+            in_copies: Whether a deep copy of the module is intercepted too. Otherwise it gets its own `forward`.
         """
         self.original = original
         self.call = call
@@ -42,11 +42,11 @@ class Intercepted:
         functools.update_wrapper(self, original)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Call it."""
+        """Call the interceptor."""
         return self.call(self.original, *args, **kwargs)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        """Return what a copy of the module has in this place."""
+        """Return the `forward` of a copy of the module."""
         original = copy.deepcopy(self.original, memo)
         return Intercepted(original, self.call, in_copies=True) if self._in_copies else original
 
@@ -54,19 +54,19 @@ class Intercepted:
 def replicate(model: nn.Module, devices: Sequence[torch.device], *, linked: bool) -> "list[Replica]":
     """Return a replica of a model for each device.
 
-    A replica is the model as it is now: flags, hooks, attributes, shared modules and weights included. It holds its
-    copies for as long as it lives, so that a backward pass finds them where the forward pass did.
+    A replica is the model in its current state: including flags, hooks, attributes, shared modules and weights. It
+    holds its copies for as long as it lives, so that a backward pass finds the tensors of the forward pass.
 
     Args:
-        model: Left as it is.
+        model: Model, which is not changed.
         devices: One for each replica.
-        linked: Compute the copies from the model's parameters, so that gradients arrive there. Otherwise they are
-            parameters of their own.
+        linked: Compute the copies from the model's parameters, so that gradients flow there. Otherwise they are
+            separate parameters.
 
     Raises:
-        TaskInvalid: Part of the model is TorchScript, whose modules live outside of Python.
+        TaskInvalid: Part of the model is TorchScript, whose modules live outside Python.
 
-    Communication: the bytes of parameters and buffers leave the model's device for each other one.
+    Communication: the bytes of parameters and buffers, from the model's device to each other one.
     """
     for name, module in model.named_modules():
         if isinstance(module, torch.jit.ScriptModule):
@@ -89,7 +89,7 @@ def _linked_copies(devices: Sequence[torch.device], parameters: list[nn.Paramete
         return []
     copies: list[Any] = list(BroadcastParameters.apply(devices, *parameters))  # type: ignore[no-untyped-call]
     for copied in copies:
-        copied._is_param = True  # models ask whether something is an nn.Parameter
+        copied._is_param = True  # models check whether something is an nn.Parameter
     for copied, parameter in zip(copies, [*parameters] * len(devices), strict=True):
         vars(copied).update(own_attributes(parameter))
     return copies
@@ -106,16 +106,16 @@ def _own_copies(devices: Sequence[torch.device], parameters: list[nn.Parameter])
 
 
 class Replica:
-    """A model's modules once more, on another device."""
+    """Copy of a model's modules on another device."""
 
     def __init__(
         self, model: nn.Module, device: torch.device, tensors: Sequence[Tensor], copies: Sequence[Tensor]
     ) -> None:
-        """Make the modules.
+        """Create the modules.
 
         Args:
-            model: What is replicated.
-            device: Place of the replica.
+            model: Model to replicate.
+            device: Device of the replica.
             tensors: The model's parameters and buffers.
             copies: Those of the replica, in the same order.
         """
@@ -136,7 +136,7 @@ class Replica:
         self._members = list(zip(originals, replicas, strict=True))
         self._keep: list[Any] = []
         """Objects whose ids are in use."""
-        # as one value: what is one object in the model is one in the replica
+        # as one value, so that objects shared in the model are shared in the replica
         attributes = map_leaves(tuple(_attributes(module) for module in originals), self._counterpart, copies=True)
         for module, replica, own in zip(originals, replicas, attributes, strict=True):
             self._fill(module, replica, own)
@@ -150,7 +150,7 @@ class Replica:
             object.__setattr__(replica, kind, own)
 
     def _counterpart(self, value: Any) -> Any:
-        """Return the replica's own of something that is, or refers to, a parameter, buffer or module of the model."""
+        """Return the replica's counterpart of a parameter, buffer or module of the model, or of a reference to one."""
         found = self._own.get(id(value))
         if found is not None:
             return found
@@ -164,7 +164,7 @@ class Replica:
 
     def _made_counterpart(self, value: Any) -> Any:
         if isinstance(value, Tensor):
-            # a table that the model keeps besides its buffers
+            # a table that the model keeps outside its buffers
             return value.to(self._device) if value.device == self._home else value
         if isinstance(value, MethodType):
             owner = self._own.get(id(value.__self__))
@@ -186,7 +186,7 @@ class Replica:
         return [(original, copied) for _, original, _, copied, _ in self._parameters]
 
     def first_changed(self) -> str | None:
-        """Return the name of a parameter that was changed in place and is another now than the model's."""
+        """Return the name of a parameter that was changed in place and now differs from the model's."""
         for name, original, version, copied, own_version in self._parameters:
             is_changed = original._version != version or copied._version != own_version
             if is_changed and not torch.equal(original, copied.to(original.device)):
@@ -194,7 +194,7 @@ class Replica:
         return None
 
     def give_back(self) -> None:
-        """Bring what was changed in the replica into the model: values and flags, but no attributes."""
+        """Copy changes of the replica into the model: values and flags, but no attributes."""
         with torch.no_grad():
             for original, copied in [*self.pairs(), *self._buffers]:
                 original.copy_(copied)
@@ -203,7 +203,7 @@ class Replica:
             module.training = replica.training
 
     def originals_in(self, value: Any) -> Any:
-        """Return a value of the replica with the model's own objects in the place of their counterparts."""
+        """Return a value of the replica with the model's own objects in place of their counterparts."""
         return map_leaves(value, lambda leaf: self._originals.get(id(leaf), leaf))
 
 
@@ -213,11 +213,11 @@ def _empty_module(module: nn.Module) -> nn.Module:
 
 
 def _attributes(module: nn.Module) -> dict[str, Any]:
-    """Return a module's attributes, without its members and without what torch keeps empty in most modules."""
+    """Return a module's attributes, without its members and without those that torch leaves empty in most modules."""
     return {
         name: value
         for name, value in attributes_of(module).items()
-        # a compiled call belongs to the model's own module, whichever replica asks for it
+        # a compiled call belongs to the model's own module, even if a replica uses it
         if name not in _OWN and name != "_compiled_call_impl" and (value is True or name not in INTERNAL or value)
     }
 

@@ -1,4 +1,4 @@
-"""A stand-in for a value that several devices have parts of, and that nothing is known to make whole."""
+"""Placeholder for a value of which several devices have parts that cannot be joined."""
 
 from collections.abc import Iterator
 from typing import Any, NoReturn
@@ -54,6 +54,6 @@ _OTHERS = (
     *("lt", "le", "eq", "ne", "gt", "ge", "bool", "int", "float", "complex", "index", "len", "iter", "next", "call"),
     *("getitem", "setitem", "delitem", "contains", "hash", "format", "str", "array", "enter", "setattr", "reversed"),
 )
-# operators are looked up in the class and pass by `__getattribute__`
+# operators are looked up in the class, not with `__getattribute__`
 for _name in (*_OPERATORS, *(f"r{operator}" for operator in _OPERATORS), *_OTHERS):
     setattr(NotGathered, f"__{_name}__", _raise_reason)

@@ -1,7 +1,7 @@
-"""An optimiser's state by the names of the model's parameters instead of torch's running numbers.
+"""Optimiser state by the names of the model's parameters instead of torch's numbers.
 
-Torch numbers parameters in the order in which the optimiser got them. Names survive another order, another strategy
-and another number of ranks, and a reader of the checkpoint can tell what belongs to what.
+Torch numbers parameters in the order in which the optimiser got them. Names are valid under another order, another
+strategy and another number of ranks, and a reader of the checkpoint can assign state to parameters.
 """
 
 import hashlib
@@ -19,23 +19,24 @@ from dure.errors import CheckpointMismatch, TaskInvalid
 from dure.strategies.state.tensor_shard import SavedTensor, TensorShard, own_shard
 
 EXECUTION_KEYS = frozenset({"foreach", "fused", "capturable", "differentiable", "param_names"})
-"""Keys of a group that decide how a step is computed, but not its result. They are taken from the optimiser at hand, so
-that a device may change."""
+"""Keys of a group that decide how a step is computed, but not its result. They are taken from the current optimiser, so
+that a device may change.
+"""
 
 STEP_KEY = "step"
-"""Torch's own optimisers keep the step count in float32 on the device of their choice, whatever the parameter's."""
+"""Key of the step count, which torch's own optimisers keep in float32 on a device of their choice."""
 
 
 def optimizer_to_names(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
-    """Return the optimiser's state with the model's parameter names in the place of numbers.
+    """Return the optimiser's state with the model's parameter names instead of numbers.
 
     Args:
         model: The model itself, not wrapped: its names are the names of the checkpoint.
-        optimizer: An optimiser over parameters of `model`.
+        optimizer: Optimiser over parameters of `model`.
 
     Returns:
-        `state` by parameter name, `groups` with their names under `params`, and under `shared_state` and `other` what
-        some optimisers keep in addition. Tensors are the live ones, not copies.
+        `state` by parameter name, `groups` with their names under `params`, and under `shared_state` and `other`
+        additional state of some optimisers. Tensors are the live ones, not copies.
 
     Raises:
         TaskInvalid: The optimiser holds a parameter that is not one of the model's, or state of a tensor in no group.
@@ -56,14 +57,14 @@ def optimizer_to_names(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]
     names = _names_by_number(model, optimizer, saved)
     groups = [{**group, "params": [names[number] for number in group["params"]]} for group in saved["param_groups"]]
     state = {names[number]: value for number, value in saved["state"].items() if number in names}
-    # some optimisers keep state of the whole in addition to that of the parameters
+    # some optimisers keep state for all parameters in addition to that of each
     shared_state = {key: value for key, value in saved["state"].items() if key not in names}
     other = {key: value for key, value in saved.items() if key not in ("state", "param_groups")}
     return {"state": state, "groups": groups, "shared_state": shared_state, "other": other}
 
 
 def group_names(model: nn.Module, optimizer: Optimizer) -> list[list[str]]:
-    """Return the names of the parameters that an optimiser holds, group by group."""
+    """Return the names of an optimiser's parameters, group by group."""
     groups: list[list[str]] = [group["params"] for group in optimizer_to_names(model, optimizer)["groups"]]
     return groups
 
@@ -76,15 +77,16 @@ def optimizer_from_names(
     whole: Sequence[Collection[str]] | None = None,
     cuts: Mapping[str, TensorShard] | None = None,
 ) -> None:
-    """Give an optimiser the state that `optimizer_to_names` returned, bit for bit.
+    """Load a result of `optimizer_to_names` into an optimiser, bit for bit.
 
     Args:
         model: The model itself, not wrapped.
         optimizer: Built as the saved one was: the same groups of the same parameters, in any order.
-        data: The saved state; its tensors, `SavedTensor`s among them, may be on any device. They are copied, and let go
-            one by one.
-        whole: The `group_names` of the optimiser of which this is one rank's part: state of the others is left out.
-        cuts: By name, which pieces of the saved parameters those of the model are, where these do not say so.
+        data: The saved state; its tensors, including `SavedTensor`s, may be on any device. They are copied, and
+            released one by one.
+        whole: The `group_names` of the optimiser of which this is one rank's part: state of the others is ignored.
+        cuts: Shards of the saved parameters that the model's parameters are, by name, if these do not show it
+            themselves.
 
     Raises:
         CheckpointMismatch: The groups are not the saved ones.
@@ -116,7 +118,7 @@ def optimizer_from_names(
 
 
 def _canonical_names(model: nn.Module) -> dict[str, str]:
-    """Map every name of every parameter to the first name of it: tied parameters have several."""
+    """Return the first name of every parameter by every one of its names: tied parameters have several."""
     first: dict[int, str] = {}
     return {name: first.setdefault(id(p), name) for name, p in model.named_parameters(remove_duplicate=False)}
 
@@ -161,23 +163,23 @@ def _matching_groups(
 
 
 class _Copies:
-    """Copies of saved state, in which tensors that were one stay one."""
+    """Copies of saved state, in which identical tensors stay identical."""
 
     def __init__(self) -> None:
         self._made: dict[int, tuple[Any, Tensor]] = {}
         """Copies by the ids of their sources, which are kept alive."""
 
     def of_parameter(self, parameter: Tensor, place: TensorShard, value: Any, key: Any = None) -> Any:
-        """Copy a parameter's state to its device, with its strides where the shape is the same.
+        """Copy a parameter's state to its device, with its strides if the shape is the same.
 
-        A fused step refuses state whose memory format (channels_last, say) is not the parameter's, and a file has
-        none.
+        A fused step refuses state whose memory format (channels_last, for example) is not the parameter's, and a file
+        stores none.
 
         Args:
-            parameter: Whose state it is.
-            place: Which piece of the saved parameter it is.
+            parameter: Parameter to which the state belongs.
+            place: Shard of the saved parameter that it is.
             value: The state, or a part of it.
-            key: Under which it stands there.
+            key: Key of the value in the state.
         """
         if not isinstance(value, Tensor | SavedTensor):
             return _mapped(value, lambda item, key: self.of_parameter(parameter, place, item, key))
@@ -187,7 +189,7 @@ class _Copies:
         return self._once(value, lambda saved: saved.whole().to(device, copy=True))
 
     def of(self, value: Any, now: Any = None) -> Any:
-        """Copy what belongs to no parameter, tensors to the devices of those that are there `now` in their places."""
+        """Copy state that belongs to no parameter, with tensors on the devices of the current ones."""
         if isinstance(value, Tensor | SavedTensor):
             device = now.device if isinstance(now, Tensor) else torch.device("cpu")
             return self._once(value, lambda saved: saved.whole().to(device, copy=True))
@@ -213,7 +215,7 @@ def _placed_like(parameter: Tensor, place: TensorShard, saved: SavedTensor) -> T
 
 
 def _mapped(value: Any, change: Callable[[Any, Any], Any]) -> Any:
-    """Return a dictionary, list or tuple of the same type with every item changed; anything else as it is."""
+    """Return a dictionary, list or tuple of the same type with every item changed; anything else unchanged."""
     if type(value) in (dict, OrderedDict):
         return type(value)((key, change(item, key)) for key, item in value.items())
     if type(value) in (list, tuple):
@@ -222,20 +224,21 @@ def _mapped(value: Any, change: Callable[[Any, Any], Any]) -> Any:
 
 
 def _restore_exactly(loaded: Any, saved: Any) -> None:
-    """Undo what torch did to loaded state.
+    """Undo torch's conversions of loaded state.
 
-    It casts tensors to their parameter's dtype, which would round float32 state of bfloat16, turns ordered dictionaries
-    into plain ones, and strings into the words for a generator. Only the step count is where it wants it.
+    It casts tensors to their parameter's dtype, which would round float32 state of bfloat16 parameters. It also turns
+    ordered dictionaries into plain ones, and strings into the text of a generator object. Only the step count is left
+    as torch converts it.
     """
     if isinstance(loaded, dict) and isinstance(saved, Mapping):
         loaded.update({key: value for key, value in saved.items() if key != STEP_KEY})
 
 
 def settings_of(optimizer: Optimizer) -> list[list[Any]]:
-    """Return the settings of an optimiser's groups, such as learning rates, and how many parameters each has.
+    """Return the settings of an optimiser's groups, such as learning rates, and the number of parameters of each.
 
-    They are only to be compared with those of another call. Called twice a step: a function call for each number would
-    take a fiftieth of a small one.
+    They serve only for comparison with those of another call. Called twice a step: a function call for each number
+    would take a fiftieth of a small one.
     """
     return [
         [
@@ -248,7 +251,7 @@ def settings_of(optimizer: Optimizer) -> list[list[Any]]:
 
 
 def plain_settings(optimizer: Optimizer) -> list[dict[str, Any]]:
-    """Return the settings of an optimiser's groups as JSON, None for what has no numbers, to be compared over ranks."""
+    """Return the settings of an optimiser's groups as JSON, to compare over ranks; None for values without numbers."""
     return [
         {name: _plain_setting(value) for name, value in group.items() if name != "params"}
         for group in optimizer.param_groups
@@ -256,10 +259,10 @@ def plain_settings(optimizer: Optimizer) -> list[dict[str, Any]]:
 
 
 def first_state(optimizer: Optimizer) -> list[dict[str, Any]]:
-    """Return the numbers in the state that an optimiser has from the start, for each parameter, to be compared.
+    """Return the numbers in the state that an optimiser has from the start, for each parameter, for comparison.
 
-    Of a tensor of the parameter's shape, which may be a part here, that is the one value that it has everywhere. None
-    stands for what has no such value.
+    For a tensor of the parameter's shape, which may be a part here, that is the common value of all elements. It is
+    None if there is none.
     """
     if not optimizer.state:
         return []
@@ -301,9 +304,9 @@ def difference_of_settings(
 
     Args:
         one: Settings by group.
-        other: Others.
-        where: Words for the first.
-        elsewhere: Words for the second.
+        other: Settings to compare with.
+        where: Words for the origin of the first.
+        elsewhere: Words for the origin of the second.
     """
     if len(one) != len(other):
         return f"the optimiser has {len(one)} groups {where} and {len(other)} {elsewhere}"
@@ -327,7 +330,7 @@ def _plain_setting(value: Any) -> Any:
 
 
 def _comparable(value: Any) -> Any:
-    """Return a setting as what has another value once it was changed, in place too."""
+    """Return a value that differs once a setting was changed, even in place."""
     if isinstance(value, Tensor):
         return id(value), value._version
     if isinstance(value, list | tuple):

@@ -1,4 +1,4 @@
-"""State of a strategy, as checkpoints take and give it."""
+"""State of a strategy, as saved in and loaded from checkpoints."""
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
@@ -12,23 +12,23 @@ from dure.strategies.state.tensor_shard import TensorShard
 
 @dataclass(frozen=True, kw_only=True)
 class StrategyState:
-    """State of a strategy in a checkpoint: tensors under the model's own names, whole or as this rank's pieces."""
+    """State of a strategy in a checkpoint: tensors under the model's own names, whole or as this rank's shards."""
 
     model: Mapping[str, Any]
     optimizer: Mapping[str, Any]
-    """The answer of `optimizer_to_names`, and under `own` what this strategy alone needs to go on."""
+    """Result of `optimizer_to_names`, and under `own` further state of this strategy."""
     is_spread: bool = False
-    """True if other ranks have tensors, or state, that rank 0 has not."""
+    """True if other ranks have tensors, or state, that rank 0 does not have."""
 
 
 class CarriedState(Protocol):
-    """State that each rank carries from step to step for itself."""
+    """State that each rank carries from step to step by itself."""
 
     def rank_state(self) -> dict[str, Tensor]:
         """Return its tensors by name."""
 
     def load_rank_state(self, state: dict[str, Tensor]) -> None:
-        """Take them over; only a run resumed on as many ranks has them."""
+        """Load them; they exist only for a run resumed on the same number of ranks."""
 
 
 class SavedPosition(Protocol):
@@ -40,7 +40,7 @@ class SavedPosition(Protocol):
 
 
 class StateSource(Protocol):
-    """A checkpoint as a strategy sees it."""
+    """Checkpoint from which a strategy loads its state."""
 
     def load_model(self, model: nn.Module, *, is_part: bool = False) -> None: ...
 
@@ -56,7 +56,7 @@ class StateSource(Protocol):
 
     @property
     def own(self) -> Mapping[str, Any]:
-        """The saved `StrategyState.optimizer["own"]`, its tensors whole and on the CPU; nothing if there was none."""
+        """The saved `StrategyState.optimizer["own"]`, with whole tensors on the CPU; empty if there was none."""
 
     @property
     def position(self) -> SavedPosition:

@@ -1,4 +1,4 @@
-"""Tensors that have memory in common."""
+"""Detection of tensors that share memory."""
 
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
@@ -10,7 +10,7 @@ from dure.strategies.state.objects.object_state import ObjectState
 
 
 def overlap(one: Tensor, other: Tensor) -> bool:
-    """Return whether two tensors of one storage may have elements in common: whether the spans of their bytes meet."""
+    """Return whether two tensors of one storage may share elements, that is, whether their byte ranges overlap."""
     spans = [_span(tensor) for tensor in (one, other) if tensor.numel()]
     return len(spans) == 2 and spans[0].start < spans[1].stop and spans[1].start < spans[0].stop
 
@@ -23,12 +23,12 @@ def _span(tensor: Tensor) -> range:
 
 
 def sharing_memory(model: nn.Module, objects: Mapping[str, object]) -> list[str]:
-    """Return the names of parameters, and of what shares memory with one of them.
+    """Return the names of parameters that share memory, and of the tensors with which they share it.
 
-    A parameter that is registered under several names is one object and not meant.
+    A parameter that is registered under several names is one object and does not count.
 
     Args:
-        model: Its parameters and buffers.
+        model: Model whose parameters and buffers are compared.
         objects: Objects of the task by name, which may hold further tensors, such as `parameter.data`.
     """
     of_storage: dict[int, list[tuple[str, Tensor]]] = defaultdict(list)

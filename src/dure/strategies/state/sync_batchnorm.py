@@ -1,4 +1,4 @@
-"""BatchNorm whose statistics are those of all ranks' samples."""
+"""BatchNorm with statistics over the samples of all ranks."""
 
 from typing import Any
 
@@ -10,7 +10,7 @@ from dure.torchcompat import BatchNorm
 
 
 class _AllReduceSum(torch.autograd.Function):
-    """Sum over all ranks; backward sums the gradients over all ranks, since every rank's loss depends on the sum."""
+    """Sum over all ranks; backward sums the gradients over all ranks, because every rank's loss depends on the sum."""
 
     @staticmethod
     def forward(ctx: Any, tensor: Tensor) -> Tensor:
@@ -26,10 +26,10 @@ class _AllReduceSum(torch.autograd.Function):
 
 
 class SyncBatchNorm(BatchNorm):
-    """The plain twin of torch's CUDA-only `SyncBatchNorm`, for any device and backend.
+    """Simple counterpart of torch's CUDA-only `SyncBatchNorm`, for any device and backend.
 
     Two all-reduces per forward (counts and sums, then squared deviations from the global mean), so that the variance
-    does not cancel as a mean of squares would; two in backward. Ranks may hold different numbers of samples.
+    has no cancellation, unlike a mean of squares; two in backward. Ranks may hold different numbers of samples.
     """
 
     def _check_input_dim(self, input: Tensor) -> None:
@@ -39,8 +39,8 @@ class SyncBatchNorm(BatchNorm):
     def forward(self, input: Tensor) -> Tensor:
         """Normalise `(B, C, ...)` by the statistics of all ranks in training.
 
-        In an evaluation ranks have different numbers of batches, so none waits for another: the running statistics
-        are used, or where there are none those of the batch, as by nn.BatchNorm.
+        In an evaluation ranks have different numbers of batches, so none waits for another: the running statistics are
+        used, or if there are none those of the batch, as in nn.BatchNorm.
         """
         self._check_input_dim(input)
         if not self.training:
@@ -48,7 +48,7 @@ class SyncBatchNorm(BatchNorm):
             return plain
         dims = [dim for dim in range(input.dim()) if dim != 1]
         shape = [1, -1] + [1] * (input.dim() - 2)
-        # halves under autocast can neither hold a count above 2048 (256) nor a sum: as torch, use float32
+        # half precision under autocast can hold neither a count above 2048 (256) nor a sum: use float32, as torch does
         values = input.to(torch.promote_types(input.dtype, torch.float32))
         count = torch.full((1,), input.numel() // input.size(1), dtype=values.dtype, device=input.device)
         summed = _AllReduceSum.apply(torch.cat([values.sum(dims), count]))  # type: ignore[no-untyped-call]
@@ -74,9 +74,9 @@ class SyncBatchNorm(BatchNorm):
 
 
 def convert_sync_batchnorm(model: nn.Module, device: torch.device) -> nn.Module:
-    """Replace every BatchNorm by one over all ranks: torch's on CUDA, our plain one elsewhere.
+    """Replace every BatchNorm by one over all ranks: torch's on CUDA, dure's elsewhere.
 
-    Parameters and buffers keep their identity and names, so an optimiser built before stays right.
+    Parameters and buffers keep their identity and names, so an existing optimiser remains valid.
     """
     if device.type == "cuda":
         converted: nn.Module = nn.SyncBatchNorm.convert_sync_batchnorm(model)

@@ -1,4 +1,4 @@
-"""Shards of tensors that are spread over ranks: what a rank has, and how it gets what it needs from those saved."""
+"""Shards of tensors that are divided over ranks: the part of each rank, and its assembly from saved shards."""
 
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
@@ -11,14 +11,14 @@ from torch import Tensor, nn
 
 @dataclass(frozen=True, slots=True)
 class Rectangle:
-    """Part of a tensor: where it begins and how long it is, in each dimension."""
+    """Part of a tensor: its start and its length in each dimension."""
 
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
 
     @classmethod
     def of_whole(cls, shape: Iterable[int]) -> "Rectangle":
-        """Return all of a tensor."""
+        """Return the rectangle of a whole tensor."""
         sizes = tuple(shape)
         return cls((0,) * len(sizes), sizes)
 
@@ -28,19 +28,19 @@ class Rectangle:
         return prod(self.sizes)
 
     def fits(self, shape: tuple[int, ...]) -> bool:
-        """Return whether a tensor of a shape has this part."""
+        """Return whether a tensor of a shape contains this part."""
         ends = (offset + size for offset, size in zip(self.offsets, self.sizes, strict=True))
         return len(self.sizes) == len(shape) and all(end <= size for end, size in zip(ends, shape, strict=True))
 
     def overlap(self, other: "Rectangle") -> "Rectangle | None":
-        """Return what two parts of one tensor have in common, if anything."""
+        """Return the intersection of two parts of one tensor, or None."""
         begins = tuple(map(max, self.offsets, other.offsets))
         ends = map(min, _ends(self), _ends(other))
         sizes = tuple(end - begin for begin, end in zip(begins, ends, strict=True))
         return Rectangle(begins, sizes) if all(size > 0 for size in sizes) else None
 
     def within(self, outer: "Rectangle") -> tuple[slice, ...]:
-        """Return the slices of this part in a tensor that holds `outer` alone."""
+        """Return the slices of this part in a tensor that holds only `outer`."""
         begins = [mine - theirs for mine, theirs in zip(self.offsets, outer.offsets, strict=True)]
         return tuple(slice(begin, begin + size) for begin, size in zip(begins, self.sizes, strict=True))
 
@@ -51,7 +51,7 @@ def _ends(rectangle: Rectangle) -> tuple[int, ...]:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TensorShard:
-    """This rank's rectangle of a tensor that is spread over ranks."""
+    """Shard of a tensor on this rank, a rectangle of the whole."""
 
     tensor: Tensor
     offsets: tuple[int, ...]
@@ -61,7 +61,7 @@ class TensorShard:
 
     @property
     def rectangle(self) -> Rectangle:
-        """The part of the whole tensor that this is."""
+        """Rectangle of this shard in the whole tensor."""
         return Rectangle(self.offsets, tuple(self.tensor.shape))
 
     def cut(self, part: Rectangle) -> "TensorShard":
@@ -72,7 +72,7 @@ class TensorShard:
 
 
 def as_shard(value: Any) -> "Tensor | TensorShard":
-    """Return a `DTensor` as the shard of it that this rank has; anything else as it is.
+    """Return a `DTensor` as its shard on this rank; anything else unchanged.
 
     Raises:
         TypeError: The rank has several separate shards of it.
@@ -89,7 +89,7 @@ def as_shard(value: Any) -> "Tensor | TensorShard":
 
 
 def memory_of(value: Tensor | TensorShard) -> tuple[Any, ...] | None:
-    """Return where a tensor lies and how it is seen, the same for two that are one; None for one without memory."""
+    """Return the memory and layout of a tensor, equal for two that are the same; None for one without memory."""
     tensor = value.tensor if isinstance(value, TensorShard) else value
     if tensor.numel() == 0 or tensor.layout != torch.strided or hasattr(type(tensor), "__tensor_flatten__"):
         return None
@@ -98,7 +98,7 @@ def memory_of(value: Tensor | TensorShard) -> tuple[Any, ...] | None:
 
 
 def version_of(value: Tensor) -> int:
-    """Return the number of changes in place that a tensor's memory has seen; 0 where torch does not count them."""
+    """Return the number of in-place changes of a tensor's memory; 0 if torch does not count them."""
     return 0 if value.is_inference() else value._version
 
 
@@ -108,14 +108,14 @@ def whole(tensor: Tensor) -> TensorShard:
 
 
 def own_shard(value: Any) -> TensorShard:
-    """Return the shard of a tensor that this rank has, be it all of it."""
+    """Return the shard of a tensor on this rank, possibly all of it."""
     shard = as_shard(value)
     return shard if isinstance(shard, TensorShard) else whole(shard)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SavedTensor:
-    """A tensor of a checkpoint, as far as it was read."""
+    """Tensor of a checkpoint, as far as it was read."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
@@ -123,11 +123,11 @@ class SavedTensor:
     """Parts without overlap, on the CPU."""
 
     def whole(self) -> Tensor:
-        """Return all of it, without a copy if it is one shard."""
+        """Return the whole tensor, without a copy if it is one shard."""
         return self.part(Rectangle.of_whole(self.shape))
 
     def part(self, wanted: Rectangle) -> Tensor:
-        """Return a part of it, without a copy if that is one shard."""
+        """Return a part of the tensor, without a copy if that is one shard."""
         for shard in self.shards:
             if shard.rectangle == wanted:
                 return shard.tensor
@@ -137,7 +137,7 @@ class SavedTensor:
 
     @torch.no_grad()
     def fill(self, target: Tensor, wanted: Rectangle) -> None:
-        """Copy a part of it into a tensor of any dtype and device.
+        """Copy a part of the tensor into one of any dtype and device.
 
         Raises:
             RuntimeError: Not all of the part was read.
@@ -151,7 +151,7 @@ class SavedTensor:
             raise RuntimeError(f"{num_filled} of {wanted.numel} items of a saved tensor have been read")
 
     def release(self) -> None:
-        """Let go of what was read."""
+        """Release the memory."""
         self.shards.clear()
 
 
@@ -160,15 +160,15 @@ class Needs:
     """Part of a checkpoint that a rank reads: names in the model, each with a part of its tensor."""
 
     model: Mapping[str, Rectangle]
-    """Parameters and buffers."""
+    """Parameters and buffers, with the part of each."""
     optimizer: Mapping[str, Rectangle]
-    """Parameters, under all their names, whose state in the optimiser is needed."""
+    """Parameters, under all their names, whose optimiser state is needed, with the part of each."""
     buffers: Collection[str] = ()
-    """Buffers that are taken up whole, in whatever shape they were saved."""
+    """Buffers that are read whole, in the shape in which they were saved."""
 
 
 def whole_buffers(model: nn.Module) -> dict[str, Tensor | None]:
-    """Return a model's buffers that its `state_dict` has whole, or has not as long as they are None, by their names."""
+    """Return a model's buffers that its `state_dict` has whole, or omits while they are None, by their names."""
     return {
         f"{path}.{name}" if path else name: buffer
         for path, module in model.named_modules()
@@ -178,5 +178,5 @@ def whole_buffers(model: nn.Module) -> dict[str, Tensor | None]:
 
 
 def rectangles(named: Iterable[tuple[str, Any]]) -> dict[str, Rectangle]:
-    """Return which parts of tensors this rank has, by their names; what is no tensor is left out."""
+    """Return this rank's parts of tensors, by their names; other values are left out."""
     return {name: own_shard(value).rectangle for name, value in named if isinstance(value, Tensor)}

@@ -1,4 +1,4 @@
-"""A trial: code that runs the model or the task for a look at it, and leaves no trace."""
+"""Trial: runs code of the model or the task in order to observe it, and undoes all effects."""
 
 import itertools
 from collections.abc import Mapping, Sequence
@@ -22,9 +22,9 @@ from dure.strategies.state.shared_storage import overlap
 
 
 class Trial:
-    """A context that puts a model, the objects that a loss uses, all generators, files and the environment back.
+    """Context that restores a model, the objects that a loss uses, all generators, files and the environment.
 
-    Afterwards its fields say what the code inside it had changed.
+    Afterwards its fields contain the changes that the code inside it had made.
     """
 
     def __init__(
@@ -37,13 +37,13 @@ class Trial:
         keeps_gradients: bool = True,
         keeps_caches: bool = False,
     ) -> None:
-        """Prepare.
+        """Prepare the trial.
 
         Args:
-            model: Its parameters, buffers, modes, gradients and plain attributes are put back.
+            model: Model whose parameters, buffers, modes, gradients and plain attributes are restored.
             objects: Further objects by name, such as the task.
-            seed: Of the global generators inside; None leaves them as they are.
-            watches_writes: Whether writes to parameters are noted operation by operation, for which torch calls back
+            seed: Seed of the global generators inside; None leaves them unchanged.
+            watches_writes: Whether writes to parameters are recorded operation by operation, for which torch calls back
                 into Python at each; otherwise copies of all parameters are kept.
             keeps_caches: Whether caches of functions stay as the code has filled them.
             keeps_gradients: Whether copies of gradients are kept, because the code may call backward.
@@ -56,24 +56,24 @@ class Trial:
         self._objects = objects or {}
         self.has_drawn = False
         self.buffers: dict[str, Tensor] = {}
-        """Buffers that changed, with the values that they had come to."""
+        """Changed buffers, with their values at the end of the trial."""
         self.parameters: dict[str, Tensor] = {}
-        """Parameters that were written to, with the values that they had come to."""
+        """Parameters that were written to, with their values at the end of the trial."""
         self.rebound: list[str] = []
-        """Names of parameters that were given other memory (`p.data = ...`)."""
+        """Names of parameters to which other memory was assigned (`p.data = ...`)."""
         self.state: dict[str, Any] = {}
-        """Plain state that changed, by its path; the values are only to be compared with those of another trial."""
+        """Changed plain state, by its path; the values serve only for comparison with those of another trial."""
         self.left: list[str] = []
-        """Paths of what changed and could not be put back."""
+        """Paths of changed state that could not be restored."""
         self.outer: list[str] = []
         """Files and environment variables that were written."""
         self.filled: list[str] = []
         """Paths of functions whose caches have grown."""
         self.hooked: list[str] = []
-        """Names of parameters and modules on which hooks were registered that see gradients."""
+        """Names of parameters and modules on which hooks were registered that receive gradients."""
 
     def __enter__(self) -> "Trial":
-        """Note everything."""
+        """Record the state."""
         model = self._model
         self._stack = ExitStack()
         self._device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
@@ -87,7 +87,7 @@ class Trial:
         self._buffers = {name: (buffer, buffer.clone()) for name, buffer in model.named_buffers()}
         self._num_hooks = gradient_hooks(model)
         self._parameters = [(name, p, p.data, p.requires_grad, p.grad) for name, p in model.named_parameters()]
-        # a gradient is added to in place
+        # copies, because gradients are accumulated in place
         self._gradients = [
             grad.clone() if grad is not None and self._keeps_gradients else None for *_, grad in self._parameters
         ]
@@ -107,7 +107,7 @@ class Trial:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Say what changed, and put it back."""
+        """Record the changes, and undo them."""
         with torch.no_grad():
             self.has_drawn = not GeneratorStates.now(self._device).is_same_as(self._generators) or bool(
                 self._plain.drawn()
@@ -160,11 +160,11 @@ class Trial:
         for path, before in restored.items():
             self._large[path].copy_(before)
         self.left = [path for path in self._plain.put_back(keeps_derived=self._keeps_caches) if path not in restored]
-        self.left += self._surroundings.put_back()  # after the state, in which files may still have been open
+        self.left += self._surroundings.put_back()  # after the state, which may include open files
 
 
 def is_equal(one: Tensor, other: Tensor) -> bool:
-    """Return whether two tensors have the same kind and values, NaN being the same as itself."""
+    """Return whether two tensors have the same kind and values; NaN equals NaN."""
     if one.shape != other.shape or one.dtype != other.dtype or one.layout != other.layout:
         return False
     if one.layout != torch.strided:
@@ -173,12 +173,12 @@ def is_equal(one: Tensor, other: Tensor) -> bool:
 
 
 class Writes(TorchDispatchMode):
-    """Values that tensors had before an operation first wrote to them, be it through `.data`."""
+    """Values of tensors before an operation first wrote to them, even through `.data`."""
 
     def __init__(self, tensors: Mapping[str, Tensor]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._names: dict[int, list[str]] = {}
-        """Names of the tensors that have a place in a storage: several may share one, as in a flat buffer."""
+        """Names of the tensors in each storage, by its address: several may share one, as in a flat buffer."""
         for name, tensor in tensors.items():
             if tensor.numel():
                 self._names.setdefault(tensor.untyped_storage().data_ptr(), []).append(name)

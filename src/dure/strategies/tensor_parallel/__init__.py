@@ -1,1 +1,1 @@
-"""Layers that are divided over ranks and compute with their part."""
+"""Strategy with layers that are divided over ranks, each of which computes its part."""

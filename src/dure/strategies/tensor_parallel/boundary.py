@@ -1,7 +1,7 @@
-"""Ways between plain tensors and values divided over a tensor group, differentiable any number of times.
+"""Conversions between plain tensors and values divided over a tensor group, differentiable any number of times.
 
-DTensor's own `from_local` forgets in its backward where the gradient came from, so that a loss made of gradients would
-lose them without an error. Of these functions each one's backward is another one of them.
+The backward of DTensor's own `from_local` does not record the origin of the gradient, so that a loss made of gradients
+would lose them without an error. The backward of each function here is another function here.
 """
 
 from collections.abc import Iterator
@@ -17,7 +17,7 @@ from dure.torchcompat import is_transforming
 
 
 def storage_of(value: Any) -> Any:
-    """Return the memory of a tensor, or of a DTensor's part; None if it has none of its own, as a sparse one."""
+    """Return the memory of a tensor, or of a DTensor's part; None if it has none of its own, such as a sparse one."""
     local = value._local_tensor if isinstance(value, DTensor) else value
     if not isinstance(local, Tensor) or local.layout is not torch.strided or is_transforming():
         return None
@@ -25,15 +25,15 @@ def storage_of(value: Any) -> Any:
 
 
 def mark_as_copy(value: Any) -> Any:
-    """Note that a value has a copy of what it would share with another one on one device; its views have it too."""
-    # torch keeps one Python object for as long as there is the memory, for all tensors that share it
+    """Mark a value as a copy, although on one device it would share memory with another; its views are marked too."""
+    # torch keeps one Python object per storage, as long as that lives, for all tensors that share it
     if (storage := storage_of(value)) is not None:
         storage.is_copy = True
     return value
 
 
 def is_copy(value: Any) -> bool:
-    """Return whether a value was marked so."""
+    """Return whether a value was marked as a copy."""
     return hasattr(storage_of(value), "is_copy")
 
 
@@ -43,15 +43,15 @@ class Traffic:
     def __init__(self, num_ranks: int) -> None:
         self.num_ranks = num_ranks
         self.sent_bytes = 0
-        """Bytes since it was last set to zero; only of forward passes with gradients and of their backward."""
+        """Bytes since it was last reset to zero; only of forward passes with gradients and of their backward."""
 
     def count(self, value: DTensor, source: Placement, target: Placement) -> None:
-        """Add what it takes to bring a value from one placement to another."""
+        """Add the bytes that converting a value from one placement to another sends."""
         num_bytes = value.numel() * value.element_size()
         if isinstance(source, Partial) and isinstance(target, Replicate):
             self.sent_bytes += 2 * (self.num_ranks - 1) * num_bytes // self.num_ranks
             return
-        # parts are gathered, or sums leave each rank a part; each part is sent as long as the longest
+        # parts are gathered, or sums leave each rank a part; each part is padded to the longest
         divided = next((p for p in (source, target) if isinstance(p, Shard)), None)
         if divided is not None and not isinstance(source, Replicate) and num_bytes:
             size = value.size(divided.dim)
@@ -63,7 +63,7 @@ _counting: list[Traffic] = []
 
 @contextmanager
 def counted_by(traffic: Traffic) -> Iterator[None]:
-    """Count what is sent inside."""
+    """Count the bytes sent inside the context."""
     _counting.append(traffic)
     try:
         yield
@@ -81,11 +81,11 @@ def from_local(local: Tensor, mesh: DeviceMesh, placement: Placement, shape: tor
 
     Args:
         local: The whole, a part or a summand, by the placement.
-        mesh: Of one axis, the tensor group.
+        mesh: Mesh of one axis, the tensor group.
         placement: The same on all ranks.
-        shape: Of the whole; by default parts are taken to be of one size.
+        shape: Shape of the whole; by default all parts have the same size.
 
-    Communication: in backward, what brings the gradient to the same placement (a summand's to the whole).
+    Communication: in backward, the conversion of the gradient to the same placement (a summand's to the whole).
     """
     return _FromLocal.apply(local, mesh, placement, shape, torch.is_grad_enabled())  # type: ignore[no-untyped-call]
 
@@ -95,8 +95,8 @@ def to_local(value: Any, *, gradient: Placement | None = None) -> Tensor:
 
     Args:
         value: Divided, summands or whole.
-        gradient: Placement of the gradient that this rank will have: `Partial` where each rank uses the whole for
-            something of its own. By default it is that of the value.
+        gradient: Placement of this rank's gradient: `Partial` if each rank uses the whole for a different purpose. By
+            default it is that of the value.
     """
     placement = gradient or _of_gradient(value.placements[0])
     found: Tensor = _ToLocal.apply(value, placement)  # type: ignore[no-untyped-call]
@@ -115,7 +115,7 @@ def redistributed(value: Any, placement: Placement, *, is_counted: bool | None =
 
 
 def gathered(value: Any) -> Tensor:
-    """Return a DTensor as the whole plain tensor.
+    """Return a DTensor as a whole plain tensor.
 
     Communication: an all_gather or all_reduce, unless it is whole already.
     """
@@ -123,7 +123,7 @@ def gathered(value: Any) -> Tensor:
 
 
 def released(value: Any) -> Tensor:
-    """Return a DTensor that nothing else uses as the whole plain tensor, which a model may change in place.
+    """Return a DTensor that is not used otherwise as a whole plain tensor, which a model may change in place.
 
     Communication: an all_gather or all_reduce, unless it is whole already.
     """
@@ -132,7 +132,7 @@ def released(value: Any) -> Tensor:
 
 
 def _of_gradient(placement: Placement) -> Placement:
-    """Return the placement of a value's gradient: of a summand it is that of the sum."""
+    """Return the placement of a value's gradient: for a summand it is that of the sum."""
     return Replicate() if isinstance(placement, Partial) else placement
 
 
@@ -151,7 +151,7 @@ class _FromLocal(torch.autograd.Function):
         if gradient is None:
             return (None,) * 5
         placed = redistributed(gradient, _of_gradient(ctx.placement), is_counted=ctx.is_counted)
-        # what a summand's rank does with the sum's gradient is its own
+        # each summand's rank gets the gradient of the sum
         return to_local(placed, gradient=ctx.placement), None, None, None, None
 
 
@@ -161,7 +161,7 @@ class _ToLocal(torch.autograd.Function):
         ctx.mesh, ctx.shape, ctx.gradient = value.device_mesh, value.shape, gradient
         ctx.set_materialize_grads(False)
         local: Tensor = value.to_local()
-        return local.view_as(local)  # autograd marks what is returned, and the DTensor keeps its own
+        return local.view_as(local)  # autograd marks the returned tensor, and the DTensor keeps its own
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor | None) -> tuple[Any, None]:
@@ -196,7 +196,7 @@ class _Released(torch.autograd.Function):
         if is_counted and _counting:
             _counting[-1].count(value, ctx.source, Replicate())
         local: Tensor = value.redistribute(placements=[Replicate()]).to_local()
-        return local.detach()  # no view, which autograd would not let a model change
+        return local.detach()  # not a view, which autograd would not let a model change
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor | None) -> tuple[Any, None]:

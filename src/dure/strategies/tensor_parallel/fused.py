@@ -1,7 +1,7 @@
 """Queries, keys and values that one layer returns together, divided by heads.
 
-The rank's part has its heads' queries, then keys, then values. To DTensor it looks like a part of the last dimension,
-which it is not, until it is cut into three.
+The rank's part has its heads' queries, then keys, then values. DTensor treats it as a part of the last dimension, which
+is wrong until it is cut into three.
 """
 
 import math
@@ -20,9 +20,9 @@ from dure.strategies.tensor_parallel.boundary import from_local, gathered, mark_
 
 
 def as_fused(local: Tensor, mesh: DeviceMesh) -> Tensor:
-    """Mark a rank's part `(..., 3 width / ranks)` of queries, keys and values, one after the other, as what it is.
+    """Mark a rank's part `(..., 3 width / ranks)` of concatenated queries, keys and values.
 
-    To DTensor it looks like a part of the last dimension, which it is not: nothing but `DividedValues` may handle it.
+    DTensor treats it as a part of the last dimension, which is wrong: only `DividedValues` may handle it.
     """
     value = from_local(local, mesh, Shard(local.dim() - 1))
     value.is_fused = True
@@ -31,15 +31,15 @@ def as_fused(local: Tensor, mesh: DeviceMesh) -> Tensor:
 
 
 def is_fused(value: Any) -> bool:
-    """Return whether something came from `as_fused`."""
+    """Return whether a value came from `as_fused`."""
     return getattr(value, "is_fused", False) is True and isinstance(value, DTensor)
 
 
 def check_is_unchanged(value: Any) -> None:
-    """Refuse a further use once a part was changed in place, of which the gradient would not know.
+    """Refuse further use after a part was changed in place, which the gradient would not take into account.
 
     Raises:
-        TaskInvalid: Say so.
+        TaskInvalid: The part was changed.
     """
     if any(version_of(part) != version for part, version in value.handed_out):
         raise TaskInvalid(
@@ -49,7 +49,7 @@ def check_is_unchanged(value: Any) -> None:
 
 
 def whole_of_fused(value: Any) -> Tensor:
-    """Return queries, keys and values of all heads `(..., 3 width)`, in the order in which one device has them.
+    """Return queries, keys and values of all heads `(..., 3 width)`, in the order of one device.
 
     Communication: one all_gather.
     """
@@ -59,7 +59,7 @@ def whole_of_fused(value: Any) -> Tensor:
 
 
 def on_fused(func: Any, value: Any, *args: Any, **kwargs: Any) -> Any:
-    """Cut into three, by whatever way; anything else is done with the whole."""
+    """Cut the value into three, by any function that does so; compute anything else with the whole."""
     check_is_unchanged(value)
     if func in _VIEWS and not kwargs:
         shape = args[0] if args and isinstance(args[0], Sequence) else args
@@ -75,7 +75,7 @@ def on_fused(func: Any, value: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def _viewed(value: Any, shape: tuple[int, ...]) -> Tensor | None:
-    """View as `(..., 3, heads, size)` or `(..., 3, width)`; None for any other shape."""
+    """Return a view as `(..., 3, heads, size)` or `(..., 3, width)`; None for any other shape."""
     known = math.prod(size for size in shape if size != -1)
     shape = tuple(value.numel() // known if size == -1 else size for size in shape)
     width, num_ranks = value.size(-1) // 3, value.device_mesh.size()
@@ -112,9 +112,9 @@ _OF_ALL = {
 }
 
 OF_GRADIENT = frozenset({Tensor.register_hook, Tensor.retain_grad})
-"""Functions by which a model sees the gradient, which has the order of the parts."""
+"""Functions through which a model gets the gradient, which has the order of the parts."""
 
 
 def may_be_asked(func: Any) -> bool:
-    """Return whether a function asks of a value nothing that depends on the order inside it."""
+    """Return whether the result of a function does not depend on the order inside the value."""
     return func in _OF_ALL

@@ -1,4 +1,4 @@
-"""Linear and embedding layers divided over a tensor group: each a weight that is a DTensor, and another forward."""
+"""Linear and embedding layers divided over a tensor group: the weight is a DTensor, and the forward is replaced."""
 
 from collections.abc import Callable
 from typing import Any
@@ -20,17 +20,17 @@ from dure.strategies.tensor_parallel.fused import as_fused, whole_of_fused
 
 
 class WholeInput:
-    """Makes one DTensor of an input that several layers take, so that backward adds its gradient up once."""
+    """Conversion of an input of several layers into one DTensor, so that backward sums its gradient once."""
 
     def __init__(self, mesh: DeviceMesh) -> None:
         self._mesh = mesh
         self._seen: tuple[ref[Tensor], int, Tensor] | None = None
-        """The value, its version, which each change in place makes another, and what was made of it."""
+        """Value, its version, which every in-place change increments, and its DTensor."""
 
     def __call__(self, value: Tensor) -> Tensor:
         """Return the value as a DTensor that every rank has whole.
 
-        Communication: in backward one all_reduce of the value's size over the tensor group. One that was divided is
+        Communication: in backward one all_reduce of the value's size over the tensor group. A divided value is
         gathered, and its gradient summed and divided.
         """
         if isinstance(value, DTensor):
@@ -44,23 +44,23 @@ class WholeInput:
         return whole
 
     def forget(self) -> None:
-        """Let go of the value that was seen last."""
+        """Release the value that was last converted."""
         self._seen = None
 
 
 class DividedLayer(ParallelStyle):
-    """Divides the parameters of one layer, and gives it another forward."""
+    """Style that divides the parameters of one layer and replaces its forward."""
 
     def __init__(
         self, dim: int, forward: Callable[..., Tensor], everyone: Group, parameters: dict[int, nn.Parameter]
     ) -> None:
-        """Remember how.
+        """Set the parameters of the division.
 
         Args:
-            dim: Of the weight, which is divided along it; the bias is where that is the first.
-            forward: Takes the layer and its input.
-            everyone: All ranks of the run, which begin with rank 0's values.
-            parameters: The divided parameters so far, by the id of what they came from: tied ones stay tied.
+            dim: Dimension along which the weight is divided; the bias is divided if that is the first.
+            forward: Function of the layer and its input.
+            everyone: All ranks of the run, which start with rank 0's values.
+            parameters: The divided parameters so far, by the id of the original ones: tied ones stay tied.
         """
         self._dim = dim
         self._forward = forward
@@ -75,10 +75,10 @@ class DividedLayer(ParallelStyle):
         return module
 
     def _call(self, original: Any, input: Tensor) -> Tensor:
-        # whose method it is, the layer's or its copy's, is all that is asked of it
+        # only its owner is needed, the layer or a copy of it
         layer = original.__self__
         if isinstance(layer, nn.Linear) and input.dim() == 1:
-            # torch takes the row out again in place, of which a DTensor's gradient does not learn
+            # torch removes the row again in place, of which a DTensor's gradient is not aware
             return self._forward(layer, input.unsqueeze(0)).squeeze(0)
         return self._forward(layer, input)
 
@@ -86,7 +86,7 @@ class DividedLayer(ParallelStyle):
         if id(parameter) not in self._parameters:
             whole = parameter.detach().to(mesh.device_type).contiguous()
             self._everyone.broadcast([whole])
-            # every rank has the whole already, and keeps its part alone
+            # every rank has the whole already, and keeps only its part
             divided = distribute_tensor(whole, mesh, [Shard(self._dim)], src_data_rank=None)
             part = divided.to_local().clone()
             shape, stride = divided.shape, divided.stride()
@@ -100,7 +100,7 @@ class DividedLayer(ParallelStyle):
 
 
 def _follow_placement(parameter: nn.Parameter, placement: Shard) -> None:
-    """Let a parameter's gradient be divided as it is, whatever operations it comes from."""
+    """Make a parameter's gradient have its placement, whatever operations it comes from."""
     is_trained = parameter.requires_grad
     parameter.requires_grad_(True)  # a frozen one may be trained later
     parameter.register_hook(lambda gradient: redistributed(gradient, placement))
@@ -113,7 +113,7 @@ def column_forward(whole_input: WholeInput, layer: Any, value: Tensor) -> Tensor
 
 
 def gathered_forward(whole_input: WholeInput, layer: Any, value: Tensor) -> Tensor:
-    """Return the same whole.
+    """Return the same, gathered.
 
     Communication: one all_gather of the output over the tensor group.
     """
@@ -127,9 +127,9 @@ def fused_forward(
 ) -> Tensor:
     """Return queries, keys and values `(..., 3 width)` of this rank's heads.
 
-    The rank's rows of the weight are those of no head in particular, as in any other layer, so that optimiser and
-    checkpoints need not know. Here every rank gets all rows and takes those of its heads. That costs the weight's size
-    and not, as gathering the output would, the batch's.
+    The rank's rows of the weight do not correspond to heads, as in any other layer, so that optimiser and checkpoints
+    need no special case. Here every rank gathers all rows and takes those of its heads. That costs the size of the
+    weight, whereas gathering the output would cost that of the batch.
 
     Communication: one all_gather of weight and bias over the tensor group; in backward a reduce_scatter of their
     gradients, and an all_reduce of the input's.
@@ -152,9 +152,9 @@ def fused_forward(
 
 
 def row_forward(mesh: DeviceMesh, whole_input: WholeInput, layer: Any, value: Tensor) -> Tensor:
-    """Return `value @ weight.T + bias` `(..., out)`, each rank from the features of the input that it has, added up.
+    """Return `value @ weight.T + bias` `(..., out)`, summed over ranks, each of which uses its features of the input.
 
-    Communication: one all_reduce of the output over the tensor group; of an input that was whole backward gathers the
+    Communication: one all_reduce of the output over the tensor group; for an input that was whole, backward gathers the
     gradient.
     """
     whole_input.forget()

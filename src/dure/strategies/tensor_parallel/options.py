@@ -6,7 +6,7 @@ from dure.strategies.data_parallel.options import Buckets
 
 
 class TensorParallelOptions(Buckets):
-    """Plan of what is divided."""
+    """Plan of the divided layers."""
 
     plan: str | None = Field(
         None, description="what to divide, as blocks.*.up=column,blocks.*.down=row (default: found)"

@@ -1,9 +1,9 @@
 """Division of a model's layers over the ranks of a tensor group: found by rules, or given as text.
 
-The rules are those of Shoeybi et al. 2019 (Megatron-LM), section 3: of two linear layers with something elementwise
-between them the first is cut by columns (of the matrix that x is multiplied by) and the second by rows, so that only
-the second's output has to be added up; an attention's projections are cut by heads in the same way; an embedding and
-an output layer are cut by the vocabulary. What has no rule stays whole. Nothing here needs a process group.
+The rules are those of Shoeybi et al. 2019 (Megatron-LM), section 3. Of two linear layers with only elementwise modules
+between them, the first is cut by columns (of the matrix that x is multiplied by) and the second by rows, so that only
+the second's output has to be summed. An attention's projections are cut by heads in the same way; an embedding and an
+output layer are cut by the vocabulary. Layers without a rule stay whole. Nothing here needs a process group.
 """
 
 from collections.abc import Iterable, Iterator
@@ -47,8 +47,9 @@ _PAIRS = (
     (("mlp_in",), "mlp_out"),
     (("dense_h_to_4h",), "dense_4h_to_h"),
 )
-"""Names of the widening and the narrowing layers in two-layer networks. A wrong guess costs a gathering, but never
-changes the result."""
+"""Names of the widening and the narrowing layers in two-layer networks. A wrong guess costs a gather, but never changes
+the result.
+"""
 
 _PROJECTIONS = (
     *(("q_proj", "k_proj", "v_proj"), ("query", "key", "value"), ("q", "k", "v"), ("wq", "wk", "wv")),
@@ -68,48 +69,49 @@ class TensorPlan:
     """Style of each layer, one of `STYLES`, by the layer's name in the model."""
     reasons: dict[str, list[str]] = field(default_factory=dict)
     """Reasons why some layers are not divided, or not as they could be: sentences with `{}` for the names, and the
-    names."""
+    names.
+    """
     regions: list[tuple[str, ...]] = field(default_factory=list)
-    """Layers between which values stay divided, the one that ends it last."""
+    """Layers between which values stay divided; the last one ends the region."""
     faults: list[str] = field(default_factory=list)
-    """Faults of a plan that was given."""
+    """Faults of a given plan."""
 
     @property
     def notes(self) -> list[str]:
-        """The reasons as whole sentences."""
+        """Reasons as whole sentences."""
         return [sentence.replace("{}", shortened(names)) for sentence, names in self.reasons.items()]
 
     def note(self, name: str, sentence: str) -> None:
-        """Say of a layer why it is not divided, or not as it could be."""
+        """Add the reason why a layer is not divided, or not as it could be."""
         self.reasons.setdefault(sentence, []).append(name)
 
     def region_of(self, name: str) -> tuple[str, ...]:
-        """Return the region that a layer is in; of one that is in none, the layer alone."""
+        """Return the region that contains a layer; the layer alone if there is none."""
         return next((region for region in self.regions if name in region), (name,))
 
     def add_region(self, styles: dict[str, str]) -> None:
-        """Add layers between which values stay divided; those of a module that was met before are there already."""
+        """Add layers between which values stay divided; those of a shared module are already there."""
         if not any(name in self.styles for name in styles):
             self.styles.update(styles)
             self.regions.append(tuple(styles))
 
     def leave_whole(self, names: Iterable[str], why: str) -> None:
-        """Take layers out of the plan."""
+        """Remove layers from the plan."""
         for name in names:
             self.styles.pop(name, None)
             self.note(name, f"{{}} whole: {why}")
 
 
 def shard_dim(style: str) -> int:
-    """Return which dimension of a layer's weight is divided."""
+    """Return the divided dimension of a layer's weight."""
     return _SHARD_DIM[style]
 
 
 def is_dividable(module: nn.Module) -> bool:
     """Return whether there is a rule for a module.
 
-    A subclass may compute something else with the same parameters, and so may an object whose `forward` was replaced,
-    or whose weight is made of others in each forward pass (weight norm, pruning).
+    A subclass may compute something else with the same parameters. So may an object whose `forward` was replaced, or
+    whose weight is computed from others in each forward pass (weight norm, pruning).
     """
     if type(module) not in (nn.Linear, nn.Embedding) or "forward" in vars(module):
         return False
@@ -125,8 +127,8 @@ def find_plan(model: nn.Module, num_ranks: int) -> TensorPlan:
     """Apply the rules to a model.
 
     Args:
-        model: Its values are not looked at.
-        num_ranks: Of a tensor group.
+        model: Model; its values are not used.
+        num_ranks: Ranks of a tensor group.
     """
     plan = TensorPlan()
     for prefix, parent in model.named_modules():
@@ -180,7 +182,7 @@ def _two_layer_networks(layers: dict[str, nn.Linear]) -> Iterator[dict[str, str]
 def _attention(
     plan: TensorPlan, dot: str, parent: nn.Module, layers: dict[str, nn.Linear], num_ranks: int
 ) -> Iterator[dict[str, str]]:
-    """Yield an attention's projections and what follows them, where its heads can be divided."""
+    """Yield an attention's projections and the layer after them, if its heads can be divided."""
     output = next((name for name in _OUTPUTS if name in layers), None)
     if output is None:
         return
@@ -228,7 +230,7 @@ def _embedding_fault(layer: nn.Embedding) -> str | None:
 
 
 def _agree_on_tied(plan: TensorPlan, model: nn.Module) -> None:
-    """Let layers that share a weight cut it in the same dimension; what no other layer may touch stays whole."""
+    """Make layers that share a weight cut it in the same dimension; a weight shared with other modules stays whole."""
     for names in _sharing(model):
         if not any(name in plan.styles for name in names):
             continue
@@ -243,7 +245,7 @@ def _agree_on_tied(plan: TensorPlan, model: nn.Module) -> None:
 
 
 def _sharing(model: nn.Module) -> list[list[str]]:
-    """Return the names of modules, two or more, that share parameters with each other, be it through a third one."""
+    """Return the names of two or more modules that share parameters, directly or through a third one."""
     owners: dict[int, list[str]] = {}
     for name, module in model.named_modules():
         for parameter in module.parameters(recurse=False):
@@ -279,17 +281,17 @@ def _divided_size(model: nn.Module, name: str, style: str) -> int:
 
 
 def _suffices(size: int, num_ranks: int) -> bool:
-    """Return whether parts of the size of the first, which is rounded up, leave something for the last rank."""
+    """Return whether the last rank gets a nonempty part if the others have the rounded-up size of the first."""
     return (num_ranks - 1) * -(-size // num_ranks) < size
 
 
 def read_plan(text: str, model: nn.Module, num_ranks: int) -> TensorPlan:
-    """Return the plan that a text says; what it does not name stays whole.
+    """Return the plan that a text describes; layers that it does not name stay whole.
 
     Args:
         text: `blocks.*.up=column,blocks.*.down=row`: patterns of names, and one of `STYLES` for each.
-        model: Its values are not looked at.
-        num_ranks: Of a tensor group.
+        model: Model; its values are not used.
+        num_ranks: Ranks of a tensor group.
     """
     plan = TensorPlan()
     for word in text.split(","):
@@ -333,7 +335,7 @@ def _style_fault(name: str, module: nn.Module, style: str, num_ranks: int) -> st
 
 
 def whole_layers(model: nn.Module, plan: TensorPlan) -> list[str]:
-    """Return the names of modules with parameters of their own that the plan does not divide."""
+    """Return the names of modules whose own parameters the plan does not divide."""
     return [
         name or type(model).__name__
         for name, module in model.named_modules()

@@ -1,7 +1,7 @@
 """Functions of torch that DTensor may compute with divided values.
 
-DTensor has a rule for many more. Some of these forget part of the value (`histc`, and every way to read a number), draw
-other random numbers on each rank, or fail in backward. A function that is not listed gets the whole values.
+DTensor has rules for many more. Some of these ignore part of the value (`histc`, and every conversion to a number),
+draw different random numbers on each rank, or fail in backward. Functions that are not listed get the whole values.
 """
 
 from typing import Any
@@ -34,7 +34,7 @@ _OTHERS = _names("""
 """)
 
 COMPUTED = _ELEMENTWISE | {f"{name}_" for name in _ELEMENTWISE} | _OPERATORS | _OTHERS
-"""Names of functions that compute with divided values what they would with the whole ones."""
+"""Names of functions whose results with divided values equal those with the whole ones."""
 
 UNTOUCHED = _names("""
     __get__ __set__ __delete__ __hash__ __len__ __repr__ __dir__ __deepcopy__ __reduce_ex__ size dim ndimension numel
@@ -42,14 +42,14 @@ UNTOUCHED = _names("""
     is_same_size get_device data_ptr untyped_storage record_stream requires_grad_ register_hook retain_grad backward
     register_post_accumulate_grad_hook grad has_names is_inference is_tensor is_storage result_type can_cast
 """)
-"""Names of functions that ask of a tensor what is the same for a part, or that compute nothing."""
+"""Names of functions that read properties that a part has in common with the whole, or that compute nothing."""
 
 MAY_VIEW = _names("""
     to type float double half bfloat16 type_as detach contiguous view reshape view_as reshape_as transpose swapaxes
     swapdims permute t flatten unflatten unsqueeze squeeze expand expand_as broadcast_to movedim moveaxis narrow select
     chunk split unbind __getitem__
 """)
-"""Names of those among them that may return the memory that they are given."""
+"""Names of those among them that may return the memory of their argument."""
 
 _IN_PLACE = {"__setitem__"} | {f"__i{operator}__" for operator in _BINARY}
 
@@ -57,11 +57,11 @@ _NO_RULE = (
     *("sharding propagation", "sharding strategy", "mixed torch.tensor and dtensor", "unevenly sharded"),
     *("redistribution, which is disallowed", "placement changes are not supported"),
 )
-"""Words by which DTensor says that it cannot do something with divided values."""
+"""Phrases in DTensor's errors for operations that it does not support with divided values."""
 
 
 def changes_first(func: Any, kwargs: dict[str, Any]) -> bool:
-    """Return whether a function changes a tensor that it is given: its first argument, or `out`."""
+    """Return whether a function changes one of its arguments: the first, or `out`."""
     name = getattr(func, "__name__", "")
     is_in_place = name.endswith("_") and not name.endswith("__")
     return (
@@ -73,7 +73,7 @@ def changes_first(func: Any, kwargs: dict[str, Any]) -> bool:
 
 
 def has_no_rule(error: Exception) -> bool:
-    """Return whether an error is DTensor's, for an operation that it cannot do."""
+    """Return whether an error is DTensor's, for an operation that it does not support."""
     if not isinstance(error, RuntimeError | NotImplementedError):
         return False
     return any(words in str(error).lower() for words in _NO_RULE)

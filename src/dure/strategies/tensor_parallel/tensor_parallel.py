@@ -1,14 +1,15 @@
-"""Tensor parallelism: the layers themselves divided over ranks that work on the same samples.
+"""Tensor parallelism: layers divided over ranks that work on the same samples.
 
 Shoeybi et al. 2019 (Megatron-LM), section 3, by DTensor and `parallelize_module`. Ranks of a tensor group hold parts of
-the weights and compute parts of each layer's output; what they must know of each other is added up inside forward and
-backward. With `--mesh data=D,tensor=T` there are D such groups, each with its share of the batch, whose gradients are
-added up over the data axis.
+the weights and compute parts of each layer's output; partial results are summed inside forward and backward. With
+`--mesh data=D,tensor=T` there are D such groups, each with its share of the batch, whose gradients are summed over the
+data axis.
 
-What is not divided is a plain tensor that every rank of a group has and changes in the same way: its gradient is the
-same on all of them, since it is computed from the same whole values, or is made so where kernels do not repeat. The
-optimiser gets it together with the local parts of the divided ones (see `strategies/sharded/local_shards.py`); turning
-it into DTensors too would send every operation of the model through DTensor's dispatch, for nothing.
+Parameters that are not divided are plain tensors that every rank of a group has and changes in the same way. Their
+gradient is the same on all of them, because it is computed from the same whole values, or is made the same if kernels
+are not deterministic. The optimiser gets them together with the local parts of the divided ones (see
+`strategies/sharded/local_shards.py`). As DTensors, they would send every operation of the model through DTensor's
+dispatch, without a benefit.
 """
 
 import gc
@@ -60,7 +61,7 @@ from dure.units import format_bytes
 AXES = ("data", "tensor")
 
 _DRAW_BITS = 20
-"""Bits in a fingerprint of the generators. Times a few thousand ranks, it is still exact in float32."""
+"""Bits in a fingerprint of the generators, so that its product with a few thousand ranks is exact in float32."""
 
 
 class TensorParallel(ShardedStrategy):
@@ -100,7 +101,7 @@ class TensorParallel(ShardedStrategy):
         ]
 
     def place(self, model: nn.Module) -> nn.Module:
-        """Divide what the plan names, and begin with rank 0's values everywhere.
+        """Divide the layers of the plan, and send rank 0's values to all ranks.
 
         Communication: a broadcast of each parameter and buffer over all ranks; one is whole on the device at a time.
         """
@@ -114,9 +115,9 @@ class TensorParallel(ShardedStrategy):
         self.traffic = Traffic(self.mesh.size("tensor"))
         self._is_dividing = False
         self._resources = ExitStack()
-        # masks and tables that a model makes are the same on every rank: where they meet divided values, they are whole
+        # masks and tables made by a model are equal on every rank: combined with divided values, they are whole
         self._resources.enter_context(implicit_replication())
-        # the fast path of nn.TransformerEncoder takes weights without asking the layers
+        # the fast path of nn.TransformerEncoder uses weights without calling the layers
         had_fast_path = torch.backends.mha.get_fastpath_enabled()
         torch.backends.mha.set_fastpath_enabled(False)
         self._resources.callback(torch.backends.mha.set_fastpath_enabled, had_fast_path)
@@ -164,7 +165,7 @@ class TensorParallel(ShardedStrategy):
         self.group.broadcast([*rest, *(buffer for buffer in model.buffers() if buffer.numel())])
 
     def distribute(self) -> None:
-        """Hand this rank's parts to the optimiser, and cut the gradients into messages for the data axis."""
+        """Pass this rank's parts to the optimiser, and group the gradients into messages for the data axis."""
         super().distribute()
         self._messages = list(_messages(self.trainable, self.options.bucket_bytes))
         undivided = [parameter for parameter in self.trainable if not self.shards.is_divided(parameter)]
@@ -173,7 +174,7 @@ class TensorParallel(ShardedStrategy):
     # forward and backward
 
     def _forward(self, forward: Any, *args: Any, **kwargs: Any) -> Any:
-        """Run the model's own forward; what leaves it is whole."""
+        """Run the model's own forward, and return its output as whole tensors."""
         with self._dividing():
             return undivided(forward(*args, **kwargs))
 
@@ -198,21 +199,21 @@ class TensorParallel(ShardedStrategy):
             self._is_dividing = False
 
     def forward_backward(self, microbatches: Iterable[Microbatch], *, global_samples: int, requests: Requests) -> None:
-        """Accumulate gradients of the parts; ranks of a tensor group do the same microbatches together.
+        """Accumulate gradients of the parts; ranks of a tensor group compute the same microbatches together.
 
-        Communication: in each forward and backward what the layers say, over the tensor group.
+        Communication: that of the layers in each forward and backward, over the tensor group.
         """
         self.sums.begin(requests)
         self.traffic.sent_bytes = 0
         for microbatch in microbatches:
             term = self.loss_term(self.model, microbatch, global_samples)
-            # a checkpoint computes again in backward, so in this thread
+            # checkpoints are recomputed in backward, so it must run in this thread
             with self._dividing(), torch.autograd.set_multithreading_enabled(False):
                 run_backward(self.precision.scale(term.root))
             self.sums.add(term)
 
     def computed(self, function: Callable[..., Any], *args: Any) -> Any:
-        """Call a function of the task; it may use the divided weights and values, and what it returns is whole."""
+        """Call a function of the task, which may use divided weights and values, and return its result undivided."""
         try:
             with self._dividing():
                 return undivided(function(*args))
@@ -225,7 +226,7 @@ class TensorParallel(ShardedStrategy):
             ) from error
 
     def sync_gradients(self) -> StepFacts:
-        """Add gradients up over the data axis, and the facts over all ranks."""
+        """Sum gradients over the data axis, and the facts over all ranks."""
         self.shards.take_gradients()
         flags = [float(parameter.grad is not None) for parameter in self.trainable]
         beside = torch.tensor([self._draws(), *flags], dtype=self.sums.dtype, device=self.device)
@@ -234,7 +235,7 @@ class TensorParallel(ShardedStrategy):
             self._add_up_over_data()
         self._keep_undivided_alike()
         if not all(flags):
-            # a parameter that no rank used has no gradient: a zero would still decay and carry momentum
+            # a parameter that no rank used has no gradient: a zero would still apply weight decay and momentum
             for parameter, by_any in zip(self.trainable, beside[1:].tolist(), strict=True):
                 if not by_any:
                     parameter.grad = None
@@ -242,22 +243,22 @@ class TensorParallel(ShardedStrategy):
         return facts
 
     def _add_up_over_data(self) -> None:
-        """Add up. Communication: one blocking all_reduce for each `bucket_bytes` of gradients over the data axis."""
+        """Sum gradients. Communication: one blocking all_reduce per `bucket_bytes` of gradients over the data axis."""
         _exchange_gradients(self._messages, self.mesh.group("data").all_reduce_sum)
 
     def _may_drift(self) -> bool:
-        """Return whether ranks of a tensor group may compute the same gradient to other bits.
+        """Return whether gradients may differ in bits between ranks of a tensor group that compute the same.
 
-        On an accelerator some kernels add up in any order, and cuDNN's are chosen by timing, by each rank for itself.
+        On an accelerator some kernels add in any order, and each rank chooses cuDNN's by its own timing.
         """
         is_reproducible = self.device.type == "cpu" or torch.are_deterministic_algorithms_enabled()
         return self.mesh.size("tensor") > 1 and not is_reproducible
 
     def _keep_undivided_alike(self) -> None:
-        """Take over the first rank's gradients of what every rank of the tensor group has whole.
+        """Copy the first rank's gradients of parameters that every rank of the tensor group has whole.
 
-        Communication: one broadcast for each `bucket_bytes` of them over the tensor group, on accelerators that are
-        not asked for deterministic algorithms.
+        Communication: one broadcast for each `bucket_bytes` of them over the tensor group, on accelerators without
+        deterministic algorithms.
         """
         group = self.mesh.group("tensor")
         _exchange_gradients(self._drifting, lambda message: group.broadcast([message]))
@@ -265,7 +266,7 @@ class TensorParallel(ShardedStrategy):
     # ranks of a tensor group must draw the same
 
     def _draws(self) -> float:
-        """Return a fingerprint of the generators, so weighted that those of a tensor group add up to 0."""
+        """Return a fingerprint of the generators, weighted so that equal ones of a tensor group sum to 0."""
         states = [torch.default_generator.get_state()]
         if self.device.type != "cpu":
             states.append(default_generator(self.device).get_state())
@@ -276,10 +277,10 @@ class TensorParallel(ShardedStrategy):
         return float(found if self.mesh.coordinate("tensor") else -found * (self.mesh.size("tensor") - 1))
 
     def _check_draws(self, total: Tensor) -> None:
-        """Raise on all ranks if those of a tensor group have drawn differently; reading is put off on an accelerator.
+        """Raise on all ranks if those of a tensor group have drawn differently; deferred on an accelerator.
 
         Raises:
-            RanksDisagree: From then on what every rank should have the same would differ.
+            RanksDisagree: State that should be equal on these ranks would differ from then on.
         """
         before = total if self.device.type == "cpu" else getattr(self, "_draws_before", None)
         self._draws_before = total
@@ -290,7 +291,7 @@ class TensorParallel(ShardedStrategy):
                 "leave the layers before it whole with --tensor-parallel.plan"
             )
 
-    # what else differs
+    # declarations, description, closing
 
     def declared_by_row(self, found: Findings) -> list[str]:
         """Return the row's declarations: with one data rank batches and draws are those of one device."""
@@ -298,7 +299,7 @@ class TensorParallel(ShardedStrategy):
         return [text for text in texts if self.share.count > 1 or text.startswith("random numbers inside")]
 
     def describe(self) -> list[str]:
-        """Say what is divided and how, and what is not."""
+        """Return lines about the divided layers, and those that are not."""
         own, everything = share_bytes(self.model.parameters()), whole_bytes(self.model.parameters())
         lines = [
             f"{self.mesh.size('tensor')} ranks of a tensor group hold {format_bytes(own)} each of "
@@ -313,7 +314,7 @@ class TensorParallel(ShardedStrategy):
         return lines + self.plan.notes
 
     def sent_bytes(self, num_microsteps: int) -> int:
-        """Return what the layers have sent in this step, the gradients' sum over the data axis, and the facts."""
+        """Return the bytes sent by the layers in this step, the gradients' sum over the data axis, and the facts."""
         data, tensor, everyone = self.mesh.size("data"), self.mesh.size("tensor"), self.group.world_size
         facts = (4 + 1 + len(self.trainable)) * self.sums.dtype.itemsize
         return (
@@ -324,7 +325,7 @@ class TensorParallel(ShardedStrategy):
         )
 
     def close(self) -> None:
-        """Leave torch as it was."""
+        """Restore torch's settings."""
         self._resources.close()
 
 
@@ -339,7 +340,7 @@ def _parameters_of(model: nn.Module) -> dict[str, nn.Parameter]:
 
 
 def _replace_aliases(model: nn.Module, before: dict[str, nn.Parameter]) -> None:
-    """Let lists and dictionaries in which modules hold parameters hold the divided ones."""
+    """Replace parameters by the divided ones in lists and dictionaries of modules."""
     now = _parameters_of(model)
     new = {id(parameter): now[name] for name, parameter in before.items() if now[name] is not parameter}
     for module in model.modules():
@@ -351,10 +352,10 @@ def _replace_aliases(model: nn.Module, before: dict[str, nn.Parameter]) -> None:
 
 
 def _check_holders(held: "dict[str, weakref.ref[nn.Parameter]]", own: set[int]) -> None:
-    """Refuse a parameter that something holds on to, though the model has a divided one in its place.
+    """Refuse a parameter that is still referenced, although the model has a divided one in its place.
 
     Raises:
-        TaskInvalid: What is computed with it would train nothing.
+        TaskInvalid: Computations with it would train nothing.
     """
 
     def still_held() -> list[str]:
@@ -371,7 +372,7 @@ def _check_holders(held: "dict[str, weakref.ref[nn.Parameter]]", own: set[int]) 
 
 
 def _exchange_gradients(messages: Iterable[list[nn.Parameter]], exchange: Callable[[Tensor], None]) -> None:
-    """Change gradients by a collective on one vector for each list of parameters."""
+    """Apply a collective to gradients, on one vector for each list of parameters."""
     for parameters in messages:
         gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in parameters]
         message = torch.cat([gradient.reshape(-1) for gradient in gradients])
@@ -386,7 +387,7 @@ def _bytes_of(messages: list[list[nn.Parameter]]) -> int:
 
 
 def _messages(parameters: list[nn.Parameter], most_bytes: int) -> Iterable[list[nn.Parameter]]:
-    """Yield the parameters in lists of one dtype and about so many bytes."""
+    """Yield the parameters in lists of one dtype and about `most_bytes` bytes."""
     by_dtype: dict[torch.dtype, list[nn.Parameter]] = {}
     for parameter in parameters:
         by_dtype.setdefault(parameter.dtype, []).append(parameter)

@@ -1,9 +1,8 @@
-"""Values that are divided over a tensor group between layers, and what may be done with them.
+"""Values that are divided over a tensor group between layers, and the operations on them.
 
-A value between a `column` layer and the `row` layer that ends the region is a DTensor: the model's own code runs on it
-with the shapes that it was written for, and DTensor knows which part of it a rank has. DTensor has rules for most
-operations, and some are wrong without an error. So it gets those that are known to be right, and the rest is computed
-with the whole values.
+A value between a `column` layer and the `row` layer that ends the region is a DTensor. The model's own code runs on it
+with its usual shapes, and DTensor knows the part of each rank. DTensor has rules for most operations, and some are
+wrong without an error. So it gets those that are known to be right, and all others are computed with the whole values.
 """
 
 from collections.abc import Callable, Sequence
@@ -33,7 +32,7 @@ from dure.torchcompat import is_operator
 
 
 def undivided(values: Any) -> Any:
-    """Return a nested structure with every DTensor as the whole plain tensor.
+    """Return a nested structure with every DTensor as a whole plain tensor.
 
     Communication: an all_gather or all_reduce for each that is not whole.
     """
@@ -47,7 +46,7 @@ def _undivided(value: Tensor) -> Any:
 
 
 def _check_is_own(value: Any, name: str) -> None:
-    """Refuse a change that one device would also see in the value from which this one was taken.
+    """Refuse an in-place change that on one device would also change the value from which this one was taken.
 
     Raises:
         TaskInvalid: The ranks have copies.
@@ -61,11 +60,11 @@ def _check_is_own(value: Any, name: str) -> None:
 
 
 class DividedValues(TorchFunctionMode):
-    """Decides for each call of torch with a DTensor among its arguments who computes it, and with what.
+    """Mode that decides how each call of torch with a DTensor among its arguments is computed.
 
-    Each head's attention concerns no other, so ranks compute theirs alone. Random numbers are drawn for the whole
-    value on every rank: the draws of a tensor group stay one stream, as if one device had drawn. A number that leaves
-    torch is that of the whole. A plain parameter that meets a divided value gets its gradient from all ranks.
+    Attention heads are independent, so ranks compute only their own. Random numbers are drawn for the whole value on
+    every rank: the draws of a tensor group stay one stream, as on one device. A number that leaves torch is that of the
+    whole. A plain parameter that is combined with a divided value gets its gradient from all ranks.
     """
 
     def __torch_function__(
@@ -109,7 +108,7 @@ class DividedValues(TorchFunctionMode):
 
 
 def _mark_copies(found: Any, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Mark what DTensor had to bring to other ranks for something that is a view on one device."""
+    """Mark results that are copies made by DTensor, but views on one device."""
     given = args[0] if args else kwargs["input"]
     for one in found if isinstance(found, tuple | list) else (found,):
         if one.dtype == given.dtype and storage_of(one) is not storage_of(given):
@@ -122,14 +121,14 @@ _VIEWS_IF_POSSIBLE = frozenset(("contiguous", "flatten", "reshape"))
 
 
 def _is_view(func: Any, given: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Return whether a function returns a view on one device, where the value has the strides that DTensor tells."""
+    """Return whether a function returns a view on one device, where the value has the strides that DTensor reports."""
     like = torch.empty_strided(given.shape, given.stride(), dtype=given.dtype, device="meta")
     named = {name: value for name, value in kwargs.items() if name != "input"}
     return func(like, *args, **named).untyped_storage() is like.untyped_storage()
 
 
 def _first_divided(values: Any) -> Any:
-    """Return the first DTensor among arguments, in lists and tuples of them too."""
+    """Return the first DTensor among arguments, including those in lists and tuples."""
     for value in values.values() if isinstance(values, dict) else values:
         if isinstance(value, DTensor):
             return value
@@ -143,7 +142,7 @@ def _has_tensor(index: Any) -> bool:
 
 
 def _as_divided(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], mesh: DeviceMesh) -> Any:
-    """Call with divided values, or, where DTensor has no rule for that, with the whole ones."""
+    """Call a function with divided values or, if DTensor has no rule for it, with the whole ones."""
     given, named = _with_gradients((args, kwargs), mesh)
     try:
         return func(*given, **named)
@@ -154,7 +153,7 @@ def _as_divided(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], mesh: 
 
 
 def _with_gradients(values: Any, mesh: DeviceMesh) -> Any:
-    """Return arguments of which DTensor knows what to do with each, and where its gradient comes from."""
+    """Return arguments converted for DTensor, each with a gradient that flows back to its origin."""
     if not _has_others(values):
         return values
 
@@ -167,7 +166,7 @@ def _with_gradients(values: Any, mesh: DeviceMesh) -> Any:
 
 
 def _has_others(values: Any) -> bool:
-    """Return whether there are tensors among arguments that DTensor would take for something else."""
+    """Return whether there are tensors among arguments that DTensor would misinterpret."""
     for value in values.values() if isinstance(values, dict) else values:
         if isinstance(value, DTensor):
             if is_fused(value):
@@ -181,7 +180,7 @@ def _has_others(values: Any) -> bool:
 
 
 def _is_followed(value: Tensor) -> bool:
-    # DTensor takes a plain tensor for one that all ranks have, and forgets that it has a gradient
+    # DTensor takes a plain tensor for a replicated one, and loses its gradient
     return value.requires_grad and torch.is_grad_enabled()
 
 
@@ -210,13 +209,13 @@ def _in_place(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], mesh: De
 
 
 def _cat(func: Any, tensors: Sequence[Any], *args: Any, **kwargs: Any) -> Any:
-    # torch leaves out empty vectors, which caches begin with; DTensor does not
+    # torch ignores empty vectors, with which caches begin; DTensor does not
     kept = [tensor for tensor in tensors if tensor.shape != (0,)]
     return _as_divided(func, (kept, *args), kwargs, _first_divided(kept).device_mesh)
 
 
 def _draw_in_place(func: Any, value: Any, *args: Any, **kwargs: Any) -> Any:
-    """Fill a divided value with random numbers: those that one device would draw."""
+    """Fill a divided value with the random numbers that one device would draw."""
     whole = func(torch.empty(value.shape, dtype=value.dtype, device=value.device), *args, **kwargs)
     with torch.no_grad():
         value.copy_(distribute_tensor(whole, value.device_mesh, value.placements, src_data_rank=None))
@@ -251,7 +250,7 @@ def _attention(func: Any, query: Any, key: Any, value: Any, attn_mask: Any = Non
 
 
 def _are_divided_alike(values: Sequence[Any]) -> bool:
-    """Return whether all are divided evenly in the same dimension, and it is none of the last two."""
+    """Return whether all are divided evenly in the same dimension, and it is not one of the last two."""
     first = values[0]
     if not all(isinstance(value, DTensor) and not is_fused(value) for value in values):
         return False
@@ -265,7 +264,7 @@ def _are_divided_alike(values: Sequence[Any]) -> bool:
 
 
 def _part_of_mask(mask: Any, query: Any, from_end: int) -> Any:
-    """Return a mask's part for the heads of this rank; of one for all heads alike each rank adds to the gradient."""
+    """Return a mask's part for this rank's heads; each rank adds to the gradient of a mask common to all heads."""
     if mask is None:
         return None
     whole = mask if isinstance(mask, DTensor) else from_local(mask, query.device_mesh, Replicate())

@@ -1,1 +1,1 @@
-"""State of plain Python objects: seen when it changes, and put back."""
+"""State of plain Python objects: detection of changes, and restoration."""

@@ -1,4 +1,4 @@
-"""Objects that are not looked into for state: of Python's own machinery, of engines, of extensions in C."""
+"""Objects that are not searched for state: those of Python's own machinery, of engines, of C extensions."""
 
 import sys
 import threading
@@ -9,7 +9,7 @@ from dure.strategies.state.objects.namespaces import is_users, with_dict
 
 _LOOKED_INTO = (partial, threading.local, weakref.WeakKeyDictionary, weakref.WeakValueDictionary, weakref.WeakSet)
 _LOOKED_INTO_PACKAGES = ("argparse", "builtins", "collections", "itertools", "random", "types", "__main__")
-"""Packages of Python's own whose objects hold plain state."""
+"""Python's own packages whose objects hold plain state."""
 # fmt: off
 _HARMLESS = frozenset((
     # locks, threads, processes, files and connections
@@ -24,7 +24,7 @@ _HARMLESS = frozenset((
 ))
 # fmt: on
 _ENGINES = ("torch.distributed", "torch._ops", "torch._library")
-"""Packages of torch whose objects are machinery: groups, and operators of the user's own."""
+"""Packages of torch whose objects are machinery: groups, and user-defined operators."""
 _HARMLESS_MODULES = tuple(
     f"multiprocessing.{name}" for name in ("connection", "context", "pool", "process", "synchronize")
 )
@@ -43,7 +43,7 @@ def is_foreign(value: object) -> bool:
 
 
 def hides_state(value: object) -> bool:
-    """Return whether an opaque object may have state: it is no lock, file, connection or constant."""
+    """Return whether an opaque object may have state: whether it is no lock, file, connection or constant."""
     module = type(value).__module__
     package = module.partition(".")[0]
     if package in ("builtins", "torch", "numpy"):

@@ -1,4 +1,4 @@
-"""States of generators of random numbers that objects have of their own, as plain values."""
+"""States of random number generators that objects own, as plain values."""
 
 import random
 from collections.abc import Mapping
@@ -11,7 +11,7 @@ GENERATORS = (torch.Generator, random.Random, np.random.Generator, np.random.Ran
 
 
 def generator_state(generator: Any) -> Any:
-    """Return the state of a generator of random numbers, of torch, NumPy or Python, as plain values."""
+    """Return the state of a random number generator, of torch, NumPy or Python, as plain values."""
     if isinstance(generator, torch.Generator):
         return generator.get_state().tolist()
     if isinstance(generator, random.Random):
@@ -23,7 +23,7 @@ def generator_state(generator: Any) -> Any:
 
 
 def set_generator_state(generator: Any, state: Any) -> None:
-    """Give a generator the state that `generator_state` returned."""
+    """Set the state of a generator to a result of `generator_state`."""
     if isinstance(generator, torch.Generator):
         generator.set_state(torch.tensor(state, dtype=torch.uint8))
     elif isinstance(generator, random.Random):

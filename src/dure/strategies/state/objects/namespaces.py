@@ -1,4 +1,4 @@
-"""Values that are not looked into, and places of state that are no objects: global variables, classes and slots."""
+"""Values that are not searched, and holders of state that are no objects: global variables, classes and slots."""
 
 import functools
 import sys
@@ -15,18 +15,18 @@ from torch.utils.data import DataLoader, Dataset
 ATOMS = (type(None), bool, int, float, complex, str, bytes, Enum, torch.dtype, torch.device, torch.Size, range, slice)
 """Kinds of values that never change."""
 SEALED = (type, types.ModuleType, types.FunctionType, types.BuiltinFunctionType, types.MethodType, Dataset, DataLoader)
-"""Kinds that hold definitions or data, not state of the training."""
+"""Kinds that hold definitions or data, but no state of the training."""
 
 
 class _Attributes(MutableMapping[str, Any]):
-    """Attributes that no `__dict__` holds, as a mapping."""
+    """Mapping of attributes that are in no `__dict__`."""
 
     def __len__(self) -> int:
         return len(list(iter(self)))
 
 
 class _Variables(_Attributes):
-    """Variables of a module or a class, as a mapping."""
+    """Mapping of the variables of a module or a class."""
 
     def __init__(self, owner: Any, is_ours: Callable[[str, Any], bool]) -> None:
         self.owner = owner
@@ -34,7 +34,7 @@ class _Variables(_Attributes):
 
     @property
     def unfiltered(self) -> Mapping[str, Any]:
-        """All variables of the owner, as they are at any time."""
+        """All current variables of the owner."""
         variables: Mapping[str, Any] = vars(self.owner)
         return variables
 
@@ -52,7 +52,7 @@ class _Variables(_Attributes):
 
 
 class _Slots(_Attributes):
-    """Attributes of an object that has `__slots__`, those of its `__dict__` included, as a mapping."""
+    """Mapping of the attributes of an object with `__slots__`, including those of its `__dict__`."""
 
     def __init__(self, owner: Any) -> None:
         self._owner = owner
@@ -95,7 +95,7 @@ def _dict_of(value: object) -> MutableMapping[str, Any] | None:
 
 
 class UnsavedBuffers(_Attributes):
-    """Buffers of a module that no `state_dict` has (`persistent=False`), as a mapping."""
+    """Mapping of the buffers of a module that are in no `state_dict` (`persistent=False`)."""
 
     def __init__(self, module: nn.Module) -> None:
         self._buffers, self._names = module._buffers, module._non_persistent_buffers_set
@@ -125,12 +125,12 @@ class Variables:
 
     @property
     def __dict__(self) -> Any:  # type: ignore[override]
-        """The attributes."""
+        """Attributes, as a mapping."""
         return self._mapping
 
 
 def with_dict(value: object) -> object | None:
-    """Return an object whose `vars` are the attributes of one, those in slots included; None if it has none."""
+    """Return an object whose `vars` are the attributes of `value`, including those in slots; None if it has none."""
     if isinstance(value, Namespace | Variables):
         return value
     if type(value).__module__ != "builtins" and _slots(type(value)):
@@ -139,27 +139,27 @@ def with_dict(value: object) -> object | None:
 
 
 class Namespace:
-    """Variables of a module or a class as the attributes of an object."""
+    """Object whose attributes are the variables of a module or a class."""
 
     __slots__ = ("_variables",)
 
     def __init__(self, owner: Any, is_ours: Callable[[str, Any], bool]) -> None:
-        """Look at some variables.
+        """Select some variables.
 
         Args:
             owner: Module or class.
-            is_ours: Tells which of its variables are meant, by name and value.
+            is_ours: Whether a variable is selected, by name and value.
         """
         object.__setattr__(self, "_variables", _Variables(owner, is_ours))
 
     @property
     def owner(self) -> Any:
-        """The module or the class."""
+        """Module or class of the variables."""
         return getattr(self._variables, "owner", None)
 
     @property
     def __dict__(self) -> Any:  # type: ignore[override]
-        """The variables; changes of the mapping are changes of them."""
+        """Variables as a mapping; changes of the mapping change them."""
         return self._variables
 
     def __getattr__(self, name: str) -> Any:
@@ -175,7 +175,7 @@ class Namespace:
 
 
 class _FunctionVariables(_Attributes):
-    """Variables that a function keeps between calls, as a mapping: of its closure, default values, attributes."""
+    """Mapping of the variables that a function keeps between calls: of its closure, default values, attributes."""
 
     def __init__(self, function: types.FunctionType) -> None:
         self._function = function
@@ -191,7 +191,7 @@ class _FunctionVariables(_Attributes):
         if name in self._cells:
             try:
                 return self._cells[name].cell_contents
-            except ValueError:  # nothing was assigned yet
+            except ValueError:  # the variable is not assigned yet
                 raise KeyError(name) from None
         if name in (places := self._defaults()):
             return (self._function.__defaults__ or ())[places[name]]
@@ -224,12 +224,12 @@ class _FunctionVariables(_Attributes):
 
 
 class FunctionState(Namespace):
-    """Variables that a function keeps between calls as the attributes of an object."""
+    """Object whose attributes are the variables that a function keeps between calls."""
 
     __slots__ = ()
 
     def __init__(self, function: types.FunctionType) -> None:
-        """Look at a function."""
+        """Select the variables of a function."""
         object.__setattr__(self, "_variables", _FunctionVariables(function))
 
 

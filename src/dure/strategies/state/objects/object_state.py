@@ -1,7 +1,7 @@
-"""State of plain Python objects: seen when it changes, and put back.
+"""State of plain Python objects: detection of changes, and restoration.
 
-A task, a module or an optimiser may keep state that no `state_dict` knows: counters, running means, generators of its
-own. It is found by walking over attributes and containers, as far as these are plain.
+A task, a module or an optimiser may keep state that is in no `state_dict`: counters, running means, its own generators.
+It is found by walking over attributes and containers, as long as these are plain.
 """
 
 import functools
@@ -66,28 +66,29 @@ from dure.strategies.state.objects.tensor_places import (
 )
 
 Holder = tuple[str, str]
-"""An owner's path and the name of its attribute: what is kept as a whole. An object that no owner has stands under an
-empty path with its own as the name."""
+"""Path of an owner and the name of its attribute, which is restored as a whole. An object without an owner has an empty
+path and its own path as the name.
+"""
 
 _COMPILERS = "_dynamo_"
-"""Beginning of the attributes that a compiler gives to parameters."""
+"""Prefix of the attributes that a compiler sets on parameters."""
 _CALL = "()"
-"""End of a function's path, behind which its variables are."""
+"""Suffix of a function's path, followed by its variables."""
 HOOKS = (
     *("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks"),
     *("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"),
 )
-"""Registers of the hooks that a step runs."""
+"""Dictionaries of the hooks that a step runs."""
 _MOST_OBJECTS = 5_000
-"""Objects and containers that one walk looks into; the rest is compared by identity."""
+"""Maximum number of objects and containers searched in one walk; all others are compared by identity."""
 _MOST_CACHED = 100
-"""Values in the cache of a function that a walk looks into."""
+"""Maximum number of values searched in the cache of a function."""
 _MOST_LEVELS = 60
-"""Objects that hold one another, of which a walk looks into the innermost."""
+"""Maximum nesting of objects in a walk."""
 
 
 class ObjectState:
-    """The state that some objects had when this was made."""
+    """State of some objects at one point in time."""
 
     def __init__(
         self, roots: Mapping[str, object], *, sees_data: bool = False, sees_unsaved_buffers: bool = False
@@ -95,11 +96,11 @@ class ObjectState:
         """Walk over objects.
 
         Args:
-            roots: The objects by the names that paths begin with. Of an `nn.Module` and an `Optimizer` among them the
-                plain attributes are seen; of those that other objects hold, such as a teacher, all state.
-            sees_data: Whether numbers and the like are seen that a `Dataset` has as attributes. What it changes by
-                being read would be put back too.
-            sees_unsaved_buffers: Whether buffers of modules among the objects are seen that no `state_dict` has.
+            roots: Objects by the names with which their paths begin. Of an `nn.Module` and an `Optimizer` among them,
+                only the plain attributes are included; of those that other objects hold, such as a teacher, all state.
+            sees_data: Whether numbers and other plain attributes of a `Dataset` are included. What it changes when it
+                is read would be restored too.
+            sees_unsaved_buffers: Whether buffers of modules among the objects are included that are in no `state_dict`.
         """
         self._sees_data = sees_data
         self._sees_unsaved_buffers = sees_unsaved_buffers
@@ -109,35 +110,37 @@ class ObjectState:
         self._depth = 0
         self._holder: Holder = ("", "")
         self.owners: dict[str, Any] = {}
-        """Objects of which each attribute is kept by itself, by their paths: roots, modules and parameters of a model,
-        functions."""
+        """Objects whose attributes are restored one by one, by their paths: roots, modules and parameters of a model,
+        functions.
+        """
         self.opaque: list[str] = []
-        """Paths of iterators: their position can be neither seen nor put back."""
+        """Paths of iterators: their position can be neither read nor restored."""
         self.hidden: list[str] = []
-        """Paths of other objects whose changes cannot be seen."""
+        """Paths of other objects whose changes cannot be detected."""
         self.large: dict[str, Tensor] = {}
-        """Tensors of which no copy is kept, by their paths: code that changes them undoes it."""
+        """Tensors of which no copy is kept, by their paths: code that changes them must undo it."""
         self.first: dict[str, object] = {}
-        """Objects that were found, by their paths, without those in sets, which have no order."""
+        """Objects in the order in which they were found, by their paths; without those in sets, which have no order."""
         self._is_in_set = False
         self.unseen: str | None = None
-        """Path of the first object that was not looked into, for there are too many, or it lies too deep; None if all
-        were."""
+        """Path of the first object that was not searched, because there are too many, or it is nested too deeply; None
+        if all were.
+        """
         trained = [root for root in roots.values() if isinstance(root, nn.Module)]
         self._unsaved: set[int] = set()
         self._trained = {id(t) for root in trained for t in (*root.parameters(), *root.buffers())}
         self._roots = {id(root) for root in roots.values()}
         self._own_parts = self._roots | {id(module) for root in trained for module in root.modules()}
         self._classes = {id(root.owner) for root in roots.values() if isinstance(root, Namespace)}
-        # models and optimisers first: others may hold them, and their state is to have their own paths
+        # models and optimisers first: others may hold them, but their state must have their own paths
         for name, root in sorted(roots.items(), key=lambda item: not isinstance(item[1], nn.Module | Optimizer)):
             self._holder = "", name
             self._walk(name, root)
 
     def changed(self) -> dict[str, Any]:
-        """Return what is no longer as it was by its path, generators of random numbers left out.
+        """Return changed state by its path, without random number generators.
 
-        The values are only to be compared with those of another call.
+        The values serve only for comparison with those of another call.
         """
         found: dict[str, Any] = {}
         for place in self._places:
@@ -146,9 +149,9 @@ class ObjectState:
         return found
 
     def take_changed(self, *, is_thorough: bool = False) -> set[Holder]:
-        """Return the holders of what is no longer as it was, generators included.
+        """Return the holders of changed state, including generators.
 
-        Values and generators are in one answer only, and are not watched any more.
+        Values and generators are returned only once, and are not watched any more.
 
         Args:
             is_thorough: Whether large values are compared as a whole too.
@@ -169,11 +172,11 @@ class ObjectState:
         return found
 
     def generators(self) -> list[str]:
-        """Return the paths of the generators of random numbers among the objects."""
+        """Return the paths of the random number generators among the objects."""
         return [place.path for place in self._places if place.is_generator]
 
     def drawn(self) -> list[str]:
-        """Return the paths of the generators of random numbers, among the objects, that have been drawn from."""
+        """Return the paths of the random number generators among the objects that have been drawn from."""
         return [place.path for place in self._places if place.is_generator and place.has_changed()]
 
     def filled(self) -> list[str]:
@@ -181,10 +184,10 @@ class ObjectState:
         return [place.path for place in self._places if place.is_derived and place.has_changed()]
 
     def put_back(self, *, keeps_derived: bool = False) -> list[str]:
-        """Bring everything back into the state that it had; return the paths of what cannot be.
+        """Restore all state; return the paths of state that cannot be restored.
 
         Args:
-            keeps_derived: Whether caches of functions are left as they are.
+            keeps_derived: Whether caches of functions are left unchanged.
         """
         left = []
         for place in self._places:
@@ -194,7 +197,7 @@ class ObjectState:
         return left
 
     def put_back_generators(self) -> None:
-        """Bring the generators of random numbers into the states that they had."""
+        """Restore the states of the random number generators."""
         for place in self._places:
             if place.is_generator and place.has_changed():
                 place.put_back()
@@ -246,7 +249,7 @@ class ObjectState:
             self.unseen = self.unseen or path
             return
         self._num_left -= 1
-        self._seen[id(value)] = value  # alive, so that no other object gets its id
+        self._seen[id(value)] = value  # kept alive, so that no other object gets its id
         if of_pythons is not None:
             self._add(of_pythons(path, value))
         elif memory is not None:
@@ -333,7 +336,7 @@ class ObjectState:
             for name in names():
                 del attributes[name]
 
-        # hardly ever there are any, and there are many parameters: this looks at the speed of C
+        # there are hardly ever any, but many parameters: this check runs at the speed of C
         self.owners[path] = parameter
         place = Place(
             path,
@@ -375,11 +378,11 @@ class ObjectState:
         first = dict(every)
 
         def have_names_changed() -> bool:
-            # of a class most often nothing changes at all, which is quick to see
+            # most classes do not change at all, which is quick to check
             if every and every.keys() == first.keys() and all(map(operator.is_, every.values(), first.values())):
                 return False
-            there = vars(owner)  # only a value that was left out can count as an attribute later
-            names_now = there.keys() if type(there) is dict else set(there)  # others' views are slow to compare
+            there = vars(owner)  # only a value that was left out can become an attribute later
+            names_now = there.keys() if type(there) is dict else set(there)  # views of others are slow to compare
             if names_now == all_names and (not left_out or all(there[n] is v for n, v in left_out.items())):
                 return False
             return now().keys() != before.keys()
@@ -426,7 +429,7 @@ class ObjectState:
 
 
 def _cached_values(function: Any) -> Iterator[Any]:
-    """Yield what the cache of a function holds, which Python shows to its garbage collector alone."""
+    """Yield the values in the cache of a function, which are accessible only through the garbage collector."""
     attributes = vars(function)
     for held in gc.get_referents(function):
         if type(held) is dict and held is not attributes:
@@ -458,7 +461,7 @@ def _torchs_own(owner: object) -> frozenset[str]:
 def plain_attributes(owner: object, kind: object = None) -> list[str]:
     """Return the names of an object's attributes.
 
-    Of a module or an optimiser these are those that are not torch's own, of a data set those that are no data.
+    For a module or an optimiser these exclude torch's own, and for a data set its data.
 
     Args:
         owner: The object, or one that has its attributes as `vars`.
@@ -468,7 +471,7 @@ def plain_attributes(owner: object, kind: object = None) -> list[str]:
     if isinstance(kind, Dataset):
         return [name for name, value in vars(owner).items() if isinstance(value, ATOMS)]
     torchs = _torchs_own(kind)
-    # what lists the parameters of a module is no state; a task may have parameters of its own
+    # lists of the parameters of a module are no state; a task may have its own parameters
     has_parameters = isinstance(kind, nn.Module | Optimizer)
     return [
         name
@@ -481,11 +484,11 @@ def plain_attributes(owner: object, kind: object = None) -> list[str]:
 
 
 def _holds_parameters(value: object) -> bool:
-    """Return whether an attribute is, or lists, parameters: they have their own place (`nn.LSTM` keeps such lists)."""
+    """Return whether an attribute is, or lists, parameters, which have their own places (`nn.LSTM` has such lists)."""
     items = value if isinstance(value, list | tuple) else value.values() if isinstance(value, dict) else [value]
     return any(isinstance(item, nn.Parameter | weakref.ref) or type(item) is DTensor for item in items)
 
 
 def is_inside(path: str, other: str) -> bool:
-    """Return whether a path of plain state is another one, or leads into it."""
+    """Return whether a path of plain state equals another one, or leads into it."""
     return other == path or other.startswith((f"{path}.", f"{path}["))

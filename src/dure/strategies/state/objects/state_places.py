@@ -1,4 +1,4 @@
-"""Places of plain state: functions that see that a value has changed, and bring back what it was."""
+"""Places of plain state: functions that detect that a value has changed, and restore it."""
 
 import copy
 import functools
@@ -27,61 +27,64 @@ from dure.strategies.state.objects.namespaces import ATOMS, is_users
 from dure.torchcompat import bytes_of
 
 _MOST_ITEMS = 1_000
-"""Items of a container that are looked into. Of a longer one a tenth of as many is, and of a very long one so many are
-compared: it is most likely data."""
+"""Maximum number of items searched in a container. In a longer one a tenth as many are searched, and in a very long one
+so many are compared: it is most likely data.
+"""
 _MOST_COPIED = 10_000
-"""Items of a container that are all compared and put back."""
+"""Maximum number of items of a container of which all are compared and restored."""
 _MOST_COMPARED = 1 << 16
-"""Elements of a tensor or array whose values are compared between two moments."""
+"""Maximum number of elements of a tensor or array whose values are compared between two points in time."""
 
 
 @dataclass(slots=True, eq=False)
 class Place:
-    """Place that may change, with functions that see the change and undo it."""
+    """Place that may change, with functions that detect the change and undo it."""
 
     path: str
     has_changed: Callable[[], bool | int]
     put_back: Callable[[], None]
     value: Callable[[], Any] = lambda: None
-    """Content at this moment, to be compared with that of another moment."""
+    """Function that returns the current content, for comparison with that at another time."""
     is_generator: bool = False
     is_put_back: bool = True
     """True if the change can be undone."""
     is_derived: bool = False
     """True if the place only holds values that would be computed again, as a cache does."""
     names: Callable[[], Iterable[str]] | None = None
-    """Function that returns the names of attributes that came or went, if the place is the names of an object. The
-    value is a dictionary by their paths then."""
+    """Function that returns the names of added and removed attributes, if the place is the set of an object's names.
+    The value is then a dictionary by their paths.
+    """
     has_changed_anywhere: Callable[[], bool] | None = None
-    """Function that detects changes that `has_changed`, which looks at a sample, misses. It takes time in proportion to
-    the size."""
+    """Function that detects changes missed by `has_changed`, which reads a sample. Its time is proportional to the
+    size.
+    """
     holder: tuple[str, str] = ("", "")
-    """Attribute that the place belongs to: `object_state.Holder`."""
+    """Attribute to which the place belongs: `object_state.Holder`."""
 
 
 DEFINITIONS = (type, types.FunctionType, types.BuiltinFunctionType, types.MethodType)
-"""Kinds of values that are no state themselves; which one of them an attribute names is."""
+"""Kinds of values that are no state themselves, whereas an attribute's reference to one of them is."""
 
 
 def some(container: Any, most: int = _MOST_ITEMS // 10) -> Iterator[tuple[Any, Any]]:
-    """Yield the items of a container, each with its place; of a long one so many, equally far apart."""
+    """Yield the items of a container, each with its position; of a long one `most`, equally spaced."""
     items = container.items() if isinstance(container, Mapping) else enumerate(container)
     step = 1 if len(container) <= _MOST_ITEMS else -(-len(container) // most)
     yield from list(itertools.islice(items, 0, None, step))
 
 
 def skips_state(container: Any) -> bool:
-    """Return whether `some` leaves out items that may change inside."""
+    """Return whether `some` omits items that may change internally."""
     if len(container) <= _MOST_ITEMS:
         return False
     items = container.values() if isinstance(container, Mapping) else container
-    # all of them where that is quick
+    # all of them if that is quick
     kinds = set(map(type, itertools.islice(items, _MOST_COPIED * 10)))
     return not all(issubclass(kind, (*ATOMS, *DEFINITIONS, tuple, frozenset, np.generic)) for kind in kinds)
 
 
 def container_place(path: str, container: Any) -> Place:
-    """Return the place of a list, a deque, a set or a mapping: which items it has."""
+    """Return the place of a list, a deque, a set or a mapping: the items that it contains."""
     if len(container) > _MOST_COPIED:
         return _long_place(path, container)
     before = copy.copy(container)
@@ -95,7 +98,7 @@ def container_place(path: str, container: Any) -> Place:
 
 
 def attribute_place(path: str, owner: Any, name: str, before: Any) -> Place:
-    """Return the place of an attribute: which value it names."""
+    """Return the place of an attribute: the value to which it refers."""
     missing = object()
 
     def has_changed() -> bool:
@@ -108,7 +111,7 @@ def attribute_place(path: str, owner: Any, name: str, before: Any) -> Place:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Incomparable:
-    """Value of which nothing can be told but which object it is: another one counts as changed by the samples."""
+    """Value of which only the identity is known: another object counts as a change that depends on the samples."""
 
     value: Any
 
@@ -120,7 +123,7 @@ class _Incomparable:
 
 
 def comparable(value: Any, depth: int = 4) -> Any:
-    """Return something that is equal for values that are alike, a few levels deep into containers."""
+    """Return a value that is equal for similar values, a few levels deep into containers."""
     if isinstance(value, Tensor) and type(value) is Tensor and value.layout == torch.strided and not value.is_meta:
         shown = [str(value.dtype), tuple(value.shape)]
         return [*shown, bytes_of(value).tolist() if value.numel() <= _MOST_COMPARED else checksum([value])]
@@ -144,7 +147,7 @@ def _is_same(one: Any, other: Any) -> bool:
         return True
     if not isinstance(one, (*ATOMS, types.MethodType)) or type(one) is not type(other):
         return False
-    return bool(one == other or (one != one and other != other))  # NaN is the same as itself here
+    return bool(one == other or (one != one and other != other))  # NaN equals NaN here
 
 
 def are_same_items(one: Any, other: Any) -> bool:
@@ -178,13 +181,13 @@ def _long_place(path: str, container: Any) -> Place:
 
 
 def cache_place(path: str, function: "functools._lru_cache_wrapper[Any]") -> Place:
-    """Return the place of what `functools.cache` or `lru_cache` keeps.
+    """Return the place of the values cached by `functools.cache` or `lru_cache`.
 
-    That of `lru_cache` with a bound can be emptied only; what it holds already has to stay.
+    An `lru_cache` with a bound can only be emptied; earlier values stay in it.
     """
     cached = None
     if function.cache_parameters()["maxsize"] is None:
-        # C keeps it; the only other dictionary is that of the attributes
+        # C holds it; the only other dictionary is that of the attributes
         held = [one for one in gc.get_referents(function) if type(one) is dict and one is not vars(function)]
         cached = held[0] if len(held) == 1 else None
     before = None if cached is None else dict(cached)
@@ -204,7 +207,7 @@ def cache_place(path: str, function: "functools._lru_cache_wrapper[Any]") -> Pla
 
 
 def queue_place(path: str, waiting: "Queue[Any]") -> Place:
-    """Return the place of a queue: seen only, for a thread that fills it would not know what was put back."""
+    """Return the place of a queue: changes are detected only, because a thread may be filling it."""
     before = list(waiting.queue)
     return Place(
         path,
@@ -216,7 +219,7 @@ def queue_place(path: str, waiting: "Queue[Any]") -> Place:
 
 
 def stream_place(path: str, stream: Any) -> Place:
-    """Return the place of an `io.BytesIO` or `io.StringIO`: what is in it, and where it is read and written next."""
+    """Return the place of an `io.BytesIO` or `io.StringIO`: its content and its position."""
 
     def now() -> Any:
         return None if stream.closed else stream.__getstate__()
@@ -231,7 +234,7 @@ def stream_place(path: str, stream: Any) -> Place:
 
 
 def event_place(path: str, event: threading.Event) -> Place:
-    """Return the place of an event's flag: seen only if a thread of the task's may be the one that sets it."""
+    """Return the place of an event's flag: only detected if a thread of the task may be the one that sets it."""
     before = event.is_set()
     is_put_back = not _have_users_threads()
 
@@ -243,7 +246,7 @@ def event_place(path: str, event: threading.Event) -> Place:
 
 
 def _have_users_threads() -> bool:
-    """Return whether threads run that are neither Python's first nor those of dure and of libraries."""
+    """Return whether threads run other than Python's main thread and those of dure and of libraries."""
     for thread in threading.enumerate():
         target = getattr(thread, "_target", None)
         kinds = (type(thread), getattr(target, "__func__", target))
@@ -257,7 +260,7 @@ def _is_of_pool(function: Any) -> bool:
 
 
 def variable_place(path: str, variable: ContextVar[Any]) -> Place:
-    """Return the place of a context variable. One without a value cannot be brought back to that."""
+    """Return the place of a context variable. A variable without a value cannot be restored to that."""
     unset = object()
 
     def now() -> Any:
@@ -304,9 +307,9 @@ def _is_equal_state(one: Any, other: Any) -> bool:
 
 
 def generator_place(path: str, value: Any) -> Place | None:
-    """Return the place of a generator of random numbers; None if it is none."""
+    """Return the place of a random number generator; None if the value is not one."""
     if not isinstance(value, GENERATORS) or isinstance(value, random.SystemRandom):
-        return None  # the system's own has no state
+        return None  # the system's generator has no state
     before = copy.deepcopy(generator_state(value))
 
     def has_changed() -> bool:
@@ -316,8 +319,8 @@ def generator_place(path: str, value: Any) -> Place | None:
 
 
 def key_text(key: object) -> str:
-    """Return a key as paths show it."""
+    """Return a key as shown in paths."""
     try:
         return repr(key)
     except Exception:
-        return object.__repr__(key)  # of a class whose own fails
+        return object.__repr__(key)  # the class's own `__repr__` fails

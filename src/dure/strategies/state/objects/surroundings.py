@@ -1,4 +1,4 @@
-"""Surroundings of a call: environment variables and files, put back after a trial of code that may change them."""
+"""Surroundings of a call: environment variables and files, restored after a trial of code that may change them."""
 
 import builtins
 import io
@@ -14,13 +14,13 @@ from typing import Any
 from dure.strategies.state.objects.namespaces import is_users_module
 
 _MOST_KEPT_BYTES = 64 * 2**20
-"""Size of a file up to which its content is kept before something writes over it."""
+"""Maximum bytes of a file whose content is kept before it is overwritten."""
 _PASSED_ON = ("numpy", "pandas", "PIL", "torch.serialization")
-"""Modules, other than Python's own, that open files for those who call them."""
+"""Modules, other than Python's own, that open files on behalf of their callers."""
 
 
 class Surroundings:
-    """The environment and the files that a user's code writes to."""
+    """Environment variables and files that a user's code writes."""
 
     def __init__(self) -> None:
         self._environment = dict(os.environ)
@@ -32,14 +32,14 @@ class Surroundings:
 
     @contextmanager
     def watched(self) -> Iterator[None]:
-        """Note the files that code of the user's, in this thread, opens for writing by Python's `open`."""
+        """Record the files that the user's code opens for writing, in this thread, with Python's `open`."""
         opened, thread = builtins.open, threading.get_ident()
 
         def noting(file: Any, mode: Any = "r", *args: Any, **kwargs: Any) -> Any:
             is_written = isinstance(mode, str) and set(mode) & set("wax+")
             is_named = isinstance(file, str | bytes | os.PathLike)
             if is_written and is_named and thread == threading.get_ident() and _is_for_user(sys._getframe(1)):
-                with suppress(OSError, ValueError):  # opening will raise it
+                with suppress(OSError, ValueError):  # opening it will raise the error
                     self._note(Path(os.fsdecode(file)).absolute(), is_appended="a" in mode)
             return opened(file, mode, *args, **kwargs)
 
@@ -74,7 +74,7 @@ class Surroundings:
         ]
 
     def put_back(self) -> list[str]:
-        """Bring all back; return what cannot be."""
+        """Restore everything; return files and variables that cannot be restored."""
         if self._environment != dict(os.environ):
             os.environ.clear()
             os.environ.update(self._environment)
@@ -97,7 +97,7 @@ class Surroundings:
 
 
 def _is_for_user(frame: FrameType | None) -> bool:
-    """Return whether a file is opened by a user's code, or by what it asked to."""
+    """Return whether a file is opened by a user's code, or by a module on its behalf."""
     while frame is not None:
         name = frame.f_globals.get("__name__", "")
         package = name.partition(".")[0]

@@ -1,4 +1,4 @@
-"""Places of the values of tensors, arrays and buffers, and of what modules are made of."""
+"""Places of the values of tensors, arrays and buffers, and of the members of modules."""
 
 import ctypes
 import itertools
@@ -17,15 +17,15 @@ from dure.strategies.state.tensor_shard import version_of
 from dure.torchcompat import MODULE_CONTENTS, bytes_of
 
 MOST_ELEMENTS = 1 << 20
-"""Elements of a tensor or array, and bytes of a buffer, that are all compared and put back."""
+"""Maximum elements of a tensor or array, or bytes of a buffer, of which all are compared and restored."""
 _MOST_SAMPLED = 1 << 14
-"""Elements of a larger one that are compared at each look."""
+"""Elements of a larger one that are compared at a time."""
 _MOST_SAMPLES = 256
-"""Samples of a larger array that take turns: all of it, up to four million elements."""
+"""Number of samples of a larger array that are compared in turn: all of it, up to four million elements."""
 
 
 def is_large(tensor: Tensor) -> bool:
-    """Return whether no copy of a tensor is kept, so that code that changes it undoes that."""
+    """Return whether a tensor is so large that no copy is kept, and code that changes it must undo that."""
     return tensor.numel() > MOST_ELEMENTS and _has_elements(tensor)
 
 
@@ -34,12 +34,13 @@ def _has_elements(tensor: Tensor) -> bool:
 
 
 def tensor_place(path: str, tensor: Tensor, *, is_most_often_constant: bool = False) -> Place:
-    """Return the place of a tensor's values, of its gradient, and of whether it takes one.
+    """Return the place of a tensor's values, of its gradient, and of whether it requires one.
 
     Args:
-        path: Of the tensor.
-        tensor: To be watched.
-        is_most_often_constant: Of many elements only a few are compared, for the tensor is most likely a table.
+        path: Path of the tensor.
+        tensor: Tensor to watch.
+        is_most_often_constant: Whether only a few of many elements are compared, because the tensor is most likely a
+            table.
     """
     version, flag = version_of(tensor), tensor.requires_grad
     most, sampled = (
@@ -56,7 +57,7 @@ def tensor_place(path: str, tensor: Tensor, *, is_most_often_constant: bool = Fa
         if tensor.requires_grad is not flag or now is not grad or (now is not None and version_of(now) != grad_version):
             return True
         if values is None:
-            # a change through `.data` has no version
+            # a change through `.data` does not count as a version
             return (version_of(tensor) != version) or not (
                 sample is None or torch.equal(_sample(tensor, sampled), sample)
             )
@@ -65,7 +66,7 @@ def tensor_place(path: str, tensor: Tensor, *, is_most_often_constant: bool = Fa
     def put_back() -> None:
         if values is not None:
             at = tuple(slice(0, 1) if step == 0 else slice(None) for step in tensor.stride())
-            tensor.detach()[at].copy_(values[at])  # expanded ones have several elements in one place
+            tensor.detach()[at].copy_(values[at])  # expanded tensors have several elements in one memory location
         if tensor.is_leaf:
             tensor.requires_grad_(flag)
             tensor.grad = None if grad is None or grad_values is None else grad.copy_(grad_values)
@@ -81,10 +82,10 @@ def _grad(tensor: Tensor) -> Tensor | None:
 
 
 class _Samples:
-    """Samples of a large array: one is compared at each look, and all of them ever more seldom."""
+    """Samples of a large array: one is compared each time, and all of them at growing intervals."""
 
     def __init__(self, values: Any) -> None:
-        """Note all of them, by digests."""
+        """Record digests of all of them."""
         self._flat, self._stride = values.flat, _stride_of(values.size)
         number = 1 if isinstance(values, np.memmap) else min(self._stride, _MOST_SAMPLES)
         self._digests = [self._digest(each) for each in range(number)]
@@ -95,7 +96,7 @@ class _Samples:
         return hash(self._flat[number :: self._stride].tobytes())
 
     def is_one_other(self) -> bool:
-        """Return whether the next sample is no longer as it was; stay at one that is not."""
+        """Return whether the next sample has changed; a changed one is compared again next time."""
         self._num_looks += 1
         if self._num_looks & (self._num_looks - 1) == 0:
             return self.is_any_other()
@@ -105,7 +106,7 @@ class _Samples:
         return False
 
     def is_any_other(self) -> bool:
-        """Return whether any sample is no longer as it was."""
+        """Return whether any sample has changed."""
         others = (n for n, digest in enumerate(self._digests) if self._digest(n) != digest)
         found = next(others, None)
         self._next = self._next if found is None else found
@@ -113,7 +114,7 @@ class _Samples:
 
 
 def _sample(tensor: Tensor, most: int) -> Tensor:
-    """Return some elements of a tensor as bytes, equally far apart."""
+    """Return some elements of a tensor as bytes, equally spaced."""
     flat = tensor.detach().reshape(-1) if tensor.is_contiguous() else tensor.detach()[:1].reshape(-1)[:most]
     return bytes_of(flat[:: _stride_of(flat.numel(), most)])
 
@@ -123,7 +124,7 @@ def _stride_of(size: int, most: int = _MOST_SAMPLED) -> int:
 
 
 def parts_place(path: str, modules: Sequence[nn.Module]) -> Place:
-    """Return the place of what modules are made of, and of their modes."""
+    """Return the place of the members of modules, and of their modes."""
     registers = [register for module in modules for register in MODULE_CONTENTS(module)[:3]]
     before = [dict(register) for register in registers]
     parts = [*itertools.chain.from_iterable(map(_ITEMS, registers))]
@@ -185,18 +186,18 @@ def array_place(path: str, values: Any) -> Place:
 
 
 def memory_of(value: Any) -> "memoryview | None":
-    """Return the memory of a number or an array of `ctypes`, shared between processes or not; None of anything else."""
+    """Return the memory of a `ctypes` number or array, shared between processes or not; None for anything else."""
     inner = value.get_obj() if isinstance(value, SynchronizedBase) else value
     return memoryview(inner).cast("B") if isinstance(inner, ctypes.Array | ctypes._SimpleCData) else None
 
 
 def is_shared(value: Any) -> bool:
-    """Return whether other processes may have the memory of a number or an array of `ctypes` too."""
+    """Return whether other processes may also have the memory of a `ctypes` number or array."""
     return isinstance(value, SynchronizedBase) or hasattr(value, "_wrapper")
 
 
 def memory_place(path: str, memory: memoryview) -> Place:
-    """Return the place of memory that `ctypes` reads."""
+    """Return the place of memory that `ctypes` exposes."""
     before = bytes(memory)
     return Place(path, lambda: memory != before, lambda: memory.__setitem__(slice(None), before), lambda: bytes(memory))
 

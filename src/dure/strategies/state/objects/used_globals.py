@@ -20,11 +20,11 @@ from dure.strategies.state.objects.namespaces import (
 
 
 def used_globals(*classes: type) -> dict[str, object]:
-    """Return what functions of a user's classes may keep state in outside their objects.
+    """Return the objects in which functions of a user's classes may keep state outside their objects.
 
     These are global variables that hold state or are assigned to, classes' own variables, and functions with closures,
-    attributes or default values that can change. Functions and classes of the user's own that the functions name are
-    looked into as well.
+    attributes or default values that can change. Functions and classes of the user's own to which the functions refer
+    are searched as well.
     """
     found = _Used()
     for cls in dict.fromkeys(classes):
@@ -33,7 +33,7 @@ def used_globals(*classes: type) -> dict[str, object]:
 
 
 class _Used:
-    """Places of state that functions use, by the names that paths of plain state begin with."""
+    """Places of state that functions use, by the names with which their paths begin."""
 
     def __init__(self) -> None:
         self._found: dict[str, object] = {}
@@ -82,7 +82,7 @@ class _Used:
         imported = {name for code in codes for name in _operands(code, "IMPORT_NAME")}
         self._use(module, sorted(read & vars(module).keys()), gives_attributes=gives)
         others = [vars(module)[name] for name in sorted(read & vars(module).keys())]
-        # in one order in every process, for paths are told apart by it
+        # in the same order in every process, because paths are distinguished by it
         for other in [*others, *(sys.modules.get(name) for name in sorted(imported))]:
             if isinstance(other, types.ModuleType) and other is not module and is_users_module(other):
                 self._use(other, sorted(names & vars(other).keys()), gives_attributes=gives)
@@ -103,7 +103,7 @@ class _Used:
 
     def _assign(self, module: types.ModuleType, names: Collection[str]) -> None:
         if names:
-            # by its file, for a script's module is `__main__` in some processes only
+            # by its file, because a script's module is `__main__` in some processes only
             name = Path(getattr(module, "__file__", None) or module.__name__).stem
             while name in self._assigned and self._assigned[name][0] is not module:
                 name += "'"
@@ -111,15 +111,15 @@ class _Used:
 
 
 _MOST_DEFINITIONS = 2000
-"""Functions and classes that are looked into."""
+"""Maximum number of functions and classes that are searched."""
 
 
 def _functions_in(value: Any) -> Iterator[types.FunctionType]:
-    """Yield the functions that a member of a class, or a global variable, calls."""
+    """Yield the functions in a member of a class, or in a global variable."""
     if isinstance(value, types.FunctionType):
         yield value
         for cell in value.__closure__ or ():
-            with contextlib.suppress(ValueError):  # nothing was assigned yet
+            with contextlib.suppress(ValueError):  # the variable is not assigned yet
                 if isinstance(cell.cell_contents, types.FunctionType) and cell.cell_contents is not value:
                     yield cell.cell_contents
     elif isinstance(value, staticmethod | classmethod):
@@ -136,7 +136,7 @@ def _functions_in(value: Any) -> Iterator[types.FunctionType]:
 
 
 def _codes(code: types.CodeType) -> Iterator[types.CodeType]:
-    """Yield a function's code and that of the functions defined in it."""
+    """Yield a function's code, and that of the functions defined in it."""
     yield code
     for value in code.co_consts:
         if isinstance(value, types.CodeType):

@@ -1,1 +1,1 @@
-"""Ranks that do not get on: notice, ask, explain."""
+"""Detection, probing and diagnosis of ranks that hang."""

@@ -1,4 +1,4 @@
-"""Counts of the process-group calls of ranks that are being watched."""
+"""Numbers of process-group calls of watched ranks."""
 
 import time
 from collections.abc import Sequence
@@ -9,16 +9,16 @@ from dure.launch.worker.worker_process import Worker
 
 
 class CallCounts:
-    """Counts of the process-group calls that ranks have made, requested as often as it matters."""
+    """Numbers of process-group calls made by ranks, requested from them at intervals."""
 
     def __init__(self, watchdog: Watchdog, every_seconds: float) -> None:
         self._watchdog = watchdog
         self._every_seconds = every_seconds
         self._asked: dict[int, tuple[int, float]] = {}
-        """Number and time, by rank, of the question that has no answer yet, or the last one, and when it was asked."""
+        """Number and time of the last request, by rank, whether or not its reply has arrived."""
 
     def go_on(self, workers: Sequence[Worker]) -> None:
-        """Take what has been answered, and ask those who have had time to make another call."""
+        """Collect replies, and send requests to ranks that have had time for another call."""
         now = time.monotonic()
         for worker in workers:
             number, asked_at = self._asked.get(worker.rank, (0, 0.0))

@@ -1,4 +1,4 @@
-"""Diagnosis of a hang from the state of all ranks: who waits in which call at which line, who is elsewhere, where."""
+"""Diagnosis of a hang from the states of all ranks: who waits in which call and line, and where the others are."""
 
 import linecache
 import os
@@ -26,17 +26,17 @@ _MOST_SHOWN = 3
 
 @dataclass(frozen=True, kw_only=True)
 class Where:
-    """Place of one rank in the code, in words and for comparison."""
+    """Position of one rank in the code, as text and for comparison."""
 
     state: RankState
     waits_in: Wait | None
-    """A call in which it waits for other ranks."""
+    """Call in which it waits for other ranks; None if it does not wait."""
     what: str
-    """`waits in all_reduce #10 of [3] float`, `computes`, ..."""
+    """Description such as `waits in all_reduce #10 of [3] float` or `computes`."""
     line: Frame | None
-    """The user's line, or the innermost where none is the user's."""
+    """Line of the user's code, or the innermost line if there is none."""
     call: str = ""
-    """The call that it waits in, by name."""
+    """Name of the call in which it waits."""
 
     @property
     def is_waiting(self) -> bool:
@@ -45,7 +45,7 @@ class Where:
 
     @property
     def will_not_go_on(self) -> bool:
-        """Return whether it never does by itself; one that computes, loads data or sleeps may only be slow."""
+        """Return whether it never continues by itself; one that computes, loads data or sleeps may only be slow."""
         return self.state.exit_code is not None or self.state.is_stopped
 
 
@@ -54,23 +54,23 @@ class HangVerdict:
     """Verdict on why no step finishes."""
 
     text: str
-    """Verdict for people: the first line names who is to blame and who waits, the rest where each rank is."""
+    """Verdict as text: the first line names the culprits and the waiting ranks, the rest the position of each rank."""
     culprits: tuple[int, ...]
-    """Ranks that the others wait for; empty where none can be named."""
+    """Ranks for which the others wait; empty if none can be named."""
     is_certain: bool
-    """True if it will not end by itself; a rank that computes, loads data or sleeps may only be slow."""
+    """True if the hang will not end by itself; a rank that computes, loads data or sleeps may only be slow."""
     states: tuple[RankState, ...]
     is_waited: bool = True
     """True if any rank waits for another."""
 
     def has_moved(self, later: Sequence[RankState]) -> bool:
-        """Return whether a rank that is to blame is elsewhere, has made other calls, or is not seen in a later look."""
+        """Return whether a culprit has moved, has made other calls, or is missing in a later probe."""
         now = {state.rank: state.whereabouts for state in later}
         before = [state for state in self.states if state.rank in self.culprits]
         return any(now.get(state.rank) != state.whereabouts for state in before)
 
     def announcing(self, what_follows: str | None) -> "HangVerdict":
-        """Return the verdict with a last line that says what will be done."""
+        """Return the verdict with a last line that announces the action."""
         return self if what_follows is None else replace(self, text=f"{self.text}\n  {what_follows}")
 
     def to_json(self) -> dict[str, Any]:
@@ -83,7 +83,7 @@ class HangVerdict:
 
 
 def verdict_from_json(data: Mapping[str, Any]) -> HangVerdict:
-    """Rebuild a verdict from `to_json`'s answer."""
+    """Rebuild a verdict from the result of `to_json`."""
     return HangVerdict(
         text=data["text"],
         culprits=tuple(data["culprits"]),
@@ -93,7 +93,7 @@ def verdict_from_json(data: Mapping[str, Any]) -> HangVerdict:
 
 
 def tell_of_hang(run: RunDir | None, verdict: HangVerdict) -> None:
-    """Keep all that was found out, where a run's folder is this launcher's to write, and say it in the terminal."""
+    """Print the verdict, and save it if this launcher writes the run's folder."""
     with suppress(DureError):
         if run is not None:
             run.note_hang(verdict.to_json())
@@ -101,11 +101,11 @@ def tell_of_hang(run: RunDir | None, verdict: HangVerdict) -> None:
 
 
 def explain(states: Sequence[RankState], silent_seconds: float) -> HangVerdict:
-    """Say who is where.
+    """Return the verdict on the states of all ranks.
 
     Args:
-        states: Of all ranks, those that have ended too.
-        silent_seconds: How long no step has finished.
+        states: States of all ranks, including those that have ended.
+        silent_seconds: Seconds for which no step has finished.
     """
     ranks = [state.rank for state in states]
     places = [_where(state, ranks) for state in states]
@@ -142,7 +142,7 @@ def _where(state: RankState, world: Sequence[int]) -> Where:
     if wait is None:
         return Where(state=state, waits_in=None, what=_doing(state), line=line)
     call = wait.describe(world)
-    # what it does itself is what keeps the others, if they wait for it
+    # the rank's own activity keeps the others, if they wait for it
     what = f"waits in {call}" if wait.is_main else f"{_doing(state)} while {call} has not finished"
     return Where(state=state, waits_in=wait, what=what, line=wait.line, call=call)
 
@@ -177,7 +177,7 @@ class _Blame:
 
 
 def _blame(places: Sequence[Where]) -> _Blame:
-    """Find who the others wait for, and say it in one sentence."""
+    """Find the ranks for which the others wait, and describe them in one sentence."""
     by_rank = {place.state.rank: place for place in places}
     states = {rank: place.state for rank, place in by_rank.items()}
     waits = {rank: place.waits_in for rank, place in by_rank.items() if place.waits_in is not None}
@@ -186,7 +186,7 @@ def _blame(places: Sequence[Where]) -> _Blame:
     if stopped:
         return _blamed(stopped, places, edges)
     in_vain = {rank for rank, wait in waits.items() if wait.is_main} or set(waits)
-    # who waits for one that does something else may only have to wait for long; the rest wait for each other
+    # a rank that waits for one with other work may only have to wait for long; the rest wait for each other
     stuck = [by_rank[rank] for rank in sorted(in_vain) if reached(rank, edges) <= in_vain]
     found = circles(_ranks_of(stuck), edges)
     if found:
@@ -195,7 +195,7 @@ def _blame(places: Sequence[Where]) -> _Blame:
     left = [place for place in places if place.state.rank in awaited and place.state.exit_code is not None]
     busy = [place for place in places if place.state.rank in awaited and place not in left]
     if left or busy:
-        # one that waits in the background for another is no end of the chain while there is one
+        # a rank that waits for another in the background is not the end of the chain if there is another end
         ends = [place for place in busy if not place.is_waiting]
         return _blamed(left or ends or busy, places, edges)
     if stuck:
@@ -209,7 +209,7 @@ def _blame(places: Sequence[Where]) -> _Blame:
 
 
 def _blamed(culprits: Sequence[Where], places: Sequence[Where], edges: Mapping[int, set[int]]) -> _Blame:
-    """Say where those are whom the others wait for."""
+    """Describe the ranks for which the others wait."""
     ranks = _ranks_of(culprits)
     others = [place for place in places if place not in culprits]
     waiting = [place for place in others if edges.get(place.state.rank, set()) & set(ranks)]
@@ -222,13 +222,13 @@ def _blamed(culprits: Sequence[Where], places: Sequence[Where], edges: Mapping[i
 
 
 def _disagreement(circle: Sequence[Where]) -> _Blame:
-    """Say of ranks that wait for each other what they do not agree on."""
+    """Describe the disagreement of ranks that wait for each other."""
     said = "; ".join(f"{_ranks(group)} {_said(group)}{_at(group[0].line)}" for group in _shown(circle))
     waits = [place.waits_in for place in circle if place.waits_in is not None]
     return _Blame(
         culprits=_minority(circle),
         reason=f"{_why(waits)}: {said}",
-        # another thread of a rank may do later what the ranks wait for
+        # another thread of a rank may still make the awaited call
         is_certain=all(wait.is_followed and wait.is_main for wait in waits)
         and not any(_has_other_threads(place) for place in circle),
     )
@@ -255,7 +255,7 @@ def _why(waits: Sequence[Wait]) -> str:
 
 
 def _same_call(stuck: Sequence[Where], num_ranks: int) -> _Blame:
-    """Say of ranks which wait in calls that all have come to what is known of it."""
+    """Describe ranks that wait in calls which, as far as known, all have made."""
     waits = [place.waits_in for place in stuck if place.waits_in is not None]
     said = "; ".join(f"{_ranks(group)} {_said(group)}{_at(group[0].line)}" for group in _shown(stuck))
     if any(not wait.is_followed for wait in waits):
@@ -278,13 +278,13 @@ def _has_other_threads(place: Where) -> bool:
 
 
 def _shown(places: Sequence[Where]) -> list[list[Where]]:
-    """Return ranks by where they are, the fewest first; of many only some."""
+    """Return ranks grouped by position, the smallest groups first; only some of many."""
     groups = sorted(_alike(places), key=len)
     return groups if len(groups) <= _MOST_SHOWN else [*groups[: _MOST_SHOWN - 1], groups[-1]]
 
 
 def _minority(places: Sequence[Where]) -> list[int]:
-    """Return the ranks that are not where most are; all of them where there is no majority."""
+    """Return the ranks that are not where most are; all of them if there is no majority."""
     where = Counter((place.line, place.what) for place in places)
     (most, count), *rest = where.most_common()
     if not rest or rest[0][1] == count:
@@ -301,7 +301,7 @@ def _waited_for(waiting: Sequence[Where]) -> str:
 
 
 def _alike(places: Sequence[Where]) -> list[list[Where]]:
-    """Group ranks that are at the same: in a run of hundreds most are."""
+    """Group ranks in equal states: in a run of hundreds most are."""
     groups: dict[tuple[str, Frame | None, int], list[Where]] = {}
     for place in places:
         groups.setdefault((place.what, place.line, place.state.step), []).append(place)
@@ -309,12 +309,12 @@ def _alike(places: Sequence[Where]) -> list[list[Where]]:
 
 
 def _is_mute(state: RankState) -> bool:
-    """Return whether a rank is there and could not answer; its last heartbeat is all that it has told."""
+    """Return whether a rank runs but could not reply; its last heartbeat is then the only information."""
     return state.collectives is None and state.exit_code is None
 
 
 def _progress(states: Sequence[RankState], *, with_sequence: bool) -> str:
-    """Say how far ranks in one place had come at their last heartbeats: of one that cannot answer it is all we know."""
+    """Return the progress of ranks at one position at their last heartbeats, the only information about mute ranks."""
     state = states[0]
     if state.exit_code is not None:
         return ""
@@ -333,7 +333,7 @@ def _ranks(places: Sequence[Where]) -> str:
 
 
 def _said(places: Sequence[Where]) -> str:
-    """Say what ranks are at, in the singular or the plural."""
+    """Return the activity of ranks as text, in the singular or the plural."""
     verb, space, rest = places[0].what.partition(" ")
     if len(places) > 1:
         verb = {"is": "are", "was": "were", "has": "have"}.get(verb, verb.removesuffix("s"))
@@ -345,7 +345,7 @@ def _ranks_of(places: Sequence[Where]) -> list[int]:
 
 
 def _users_line(state: RankState) -> Frame | None:
-    """Return the user's line that the rank is in; where there is none, the innermost that is not dure's own."""
+    """Return the rank's current line of the user's code; if there is none, the innermost that is not dure's own."""
     foreign = [frame for frame in state.main if not frame.file.startswith((OWN_ROOT, "<frozen"))]
     return users_frame(state.main) or next(iter(foreign), None)
 

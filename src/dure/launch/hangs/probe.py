@@ -1,4 +1,4 @@
-"""Asks every rank what it is at, while it hangs: its Python stacks, its collectives, and what the system sees of it."""
+"""Probe of all ranks during a hang: their Python stacks, their collectives, and their state in the system."""
 
 import ctypes
 import os
@@ -17,21 +17,21 @@ from dure.launch.worker.worker_process import Worker
 from dure.process.heartbeat import Heartbeats
 
 _PATIENCE_SECONDS = 1.0
-"""A rank that has not answered by then cannot: it is stopped, or native code holds the interpreter."""
+"""Timeout of a reply. A rank that exceeds it cannot reply: it is stopped, or native code holds the interpreter."""
 _NUM_SAMPLES, _SAMPLE_SECONDS = 10, 0.01
 _NUM_QUIET = 10
-"""Samples in which nothing was written any more: then the stacks are whole."""
+"""Number of samples without new output after which the stacks are complete."""
 _TGKILL = {"x86_64": 234, "aarch64": 131}
-"""The number of the system call that sends a signal to one thread, for no library's function does."""
+"""Number of the system call that sends a signal to one thread, by architecture; Python has no function for it."""
 _STACKS = re.compile(r"^stacks (\d+)$", re.M)
 _OBSERVER = re.compile(r"^observer (\d+)$", re.M)
 
 
 def examine(workers: Sequence[Worker], heartbeats: Heartbeats) -> list[RankState]:
-    """Ask all ranks at once; takes at most about three seconds, whatever they are doing."""
+    """Probe all ranks at the same time, in at most about three seconds, whatever they are doing."""
     alive = [worker for worker in workers if worker.end is None]
     began = time.monotonic()
-    busy = _busy_fractions(alive)  # before they are asked: a rank waits for its own observer, which needs Python's lock
+    busy = _busy_fractions(alive)  # before the requests: a rank waits for its own observer, which needs the GIL
     answers = _answers(alive)
     mute = [worker for worker in alive if worker.rank not in answers and not is_stopped(worker.pid)]
     stacks = _written_stacks(mute)
@@ -55,7 +55,7 @@ def examine(workers: Sequence[Worker], heartbeats: Heartbeats) -> list[RankState
 
 
 def _told(worker: Worker, answer: Mapping[str, Any] | None, stacks: Threads | None) -> dict[str, Any]:
-    """Return the fields of a state that a rank has told of itself, or its system of it."""
+    """Return the fields of a rank's state, from its own reply or from the system."""
     told: dict[str, Any] = {"is_stopped": is_stopped(worker.pid), "has_closed_socket": worker.questions.is_over}
     if answer is None:
         main, others = stacks or ((), ())
@@ -73,7 +73,7 @@ def _told(worker: Worker, answer: Mapping[str, Any] | None, stacks: Threads | No
 
 
 def _answers(workers: Sequence[Worker]) -> dict[int, Mapping[str, Any]]:
-    """Ask, and collect what comes back in time."""
+    """Send requests, and collect the replies that arrive before the timeout."""
     deadline = time.monotonic() + _PATIENCE_SECONDS
     waiting = {worker: worker.questions.ask(STATE) for worker in workers if not is_stopped(worker.pid)}
     done: dict[int, Mapping[str, Any]] = {}
@@ -89,7 +89,7 @@ def _answers(workers: Sequence[Worker]) -> dict[int, Mapping[str, Any]]:
 
 
 def _written_stacks(workers: Sequence[Worker]) -> dict[int, Threads]:
-    """Let ranks that cannot answer write their stacks by a signal, and wait until they are whole."""
+    """Make ranks that do not reply write their stacks with a signal, and wait until these are complete."""
     began_at = {worker.rank: os.fstat(worker.stacks_fd).st_size for worker in workers}
     for worker in workers:
         _ask_by_signal(worker)
@@ -108,7 +108,7 @@ def _written_stacks(workers: Sequence[Worker]) -> dict[int, Threads]:
 
 
 def _ask_by_signal(worker: Worker) -> None:
-    """Send the signal to the thread that looks, for in any other it would cut a system call of the script's short."""
+    """Send the signal to the observing thread, because in any other it would interrupt a system call of the script."""
     if STACKS_SIGNAL is None:
         return
     said = head(worker.stacks_fd)
@@ -124,7 +124,7 @@ def _ask_by_signal(worker: Worker) -> None:
 
 
 def _has_stacks_open(worker: Worker, said: str) -> bool:
-    """Return whether the handler would write to the file for the stacks: a script may have its number by now."""
+    """Return whether the handler would write to the stacks file: a script may have reused its descriptor."""
     descriptor = _STACKS.search(said)
     if descriptor is None:
         return True
@@ -135,7 +135,7 @@ def _has_stacks_open(worker: Worker, said: str) -> bool:
 
 
 def _busy_fractions(workers: Sequence[Worker]) -> dict[int, float]:
-    """Return how much of the time each main thread was running, or would have been had there been a core for it."""
+    """Return the fraction of time in which each main thread ran, or was ready to run."""
     counts = dict.fromkeys((worker.rank for worker in workers), 0)
     used = {worker.rank: _used_seconds(worker.pid) for worker in workers}
     began = time.monotonic()
@@ -144,7 +144,7 @@ def _busy_fractions(workers: Sequence[Worker]) -> dict[int, float]:
             counts[worker.rank] += proc_stat(worker.pid)[0] == "R"
         time.sleep(_SAMPLE_SECONDS)
     seconds = time.monotonic() - began
-    # the system adds up a wait for a core when it is over, and a sample may fall on moments that are no rule
+    # the system adds a wait for a core when it is over, and single samples are not representative
     return {
         worker.rank: max(
             counts[worker.rank] / _NUM_SAMPLES,
@@ -155,7 +155,7 @@ def _busy_fractions(workers: Sequence[Worker]) -> dict[int, float]:
 
 
 def _used_seconds(pid: int) -> float:
-    """Return how long a main thread has run and has waited for a core; 0 where the system does not count it."""
+    """Return the seconds for which a main thread has run or waited for a core; 0 if the system does not count them."""
     try:
         with open(f"/proc/{pid}/task/{pid}/schedstat", encoding="ascii") as file:
             ran, waited, _ = file.read().split()

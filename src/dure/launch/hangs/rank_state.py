@@ -1,4 +1,4 @@
-"""State of one rank at the moment when it was looked at."""
+"""State of one rank at the moment of a probe."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -10,7 +10,7 @@ from dure.launch.worker.stacks import without_launcher
 
 @dataclass(frozen=True, kw_only=True)
 class Collective:
-    """A call of the process group that has not returned everywhere, or the last one that has."""
+    """Call of the process group that has not returned everywhere, or the last one that has."""
 
     group: str
     sequence: int
@@ -24,7 +24,7 @@ class Collective:
     """Frames of the caller, innermost first."""
 
     def __str__(self) -> str:
-        """Name it, as people speak of it: `all_reduce #10 of [3] float`."""
+        """Return the usual notation: `all_reduce #10 of [3] float`."""
         shapes = ", ".join(f"{size}" for size in self.sizes[:2])
         kinds = ", ".join(dict.fromkeys(self.dtypes)).lower()
         return f"{self.op} #{self.sequence}" + (f" of {shapes} {kinds}".rstrip() if shapes else "")
@@ -37,18 +37,18 @@ class Collective:
 
 @dataclass(frozen=True, kw_only=True)
 class Call:
-    """The call of `torch.distributed` that a thread is in, by its frames; gloo's record knows no sends and receives."""
+    """Current `torch.distributed` call of a thread, read from its frames; gloo records no sends and receives."""
 
     op: str
     group: str
     role: str | None
-    """`src` or `dst`, where one rank has that part."""
+    """`src` or `dst` if one rank has that role."""
     peer: int | None
-    """The rank in that role; None: any, or not known."""
+    """Rank in that role; None if it is any, or unknown."""
     tag: int
     sizes: list[Any]
     is_main: bool
-    """True if it is the main thread's."""
+    """True if the call is in the main thread."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,7 +68,7 @@ class RankState:
     is_stopped: bool = False
     """True if the system keeps the rank from running: SIGSTOP, Ctrl-Z or a debugger."""
     has_closed_socket: bool = False
-    """True if it has closed the socket on which it is asked, as scripts do that close all descriptors."""
+    """True if it has closed the socket for probes, as do scripts that close all descriptors."""
     busy_fraction: float = 0.0
     """Fraction of the probe during which its main thread was running, or ready to run."""
     main: tuple[Frame, ...] = ()
@@ -78,9 +78,9 @@ class RankState:
     collectives: tuple[Collective, ...] | None = None
     """Last collectives, oldest first; None if the rank could not answer."""
     call: Call | None = None
-    """Call that a thread of the script is in."""
+    """Call in which a thread of the script is."""
     called: str | None = None
-    """Name of what the main thread's innermost line calls, where the source says it."""
+    """Name of the function that the main thread's innermost line calls, if the source shows it."""
     groups: Mapping[str, Sequence[int]] = field(default_factory=dict)
     """Ranks of each process group that it knows, by the group's name."""
     calls: int = -1
@@ -88,7 +88,7 @@ class RankState:
 
     @property
     def whereabouts(self) -> tuple[object, ...]:
-        """Values of which one changes when the rank gets on."""
+        """Values, at least one of which changes when the rank makes progress."""
         return self.step, self.calls, self.main, self.exit_code
 
     def to_json(self) -> dict[str, Any]:
@@ -100,5 +100,5 @@ def frames_from(told: Iterable[Sequence[Any]]) -> tuple[Frame, ...]:
 
 
 def collective_from(told: Mapping[str, Any]) -> Collective:
-    """Read one entry of `torchcompat.flight_record`."""
+    """Parse one entry of `torchcompat.flight_record`."""
     return Collective(**{**told, "frames": frames_from(told["frames"])})

@@ -1,4 +1,4 @@
-"""Waits between ranks, read from every rank's calls and stacks and compared."""
+"""Waits between ranks, derived by comparing every rank's calls and stacks."""
 
 import os
 import re
@@ -17,33 +17,33 @@ _TRANSFERS = {
     "send": "recv", "isend": "recv", "send_object_list": "recv",
     "recv": "send", "irecv": "send", "recv_object_list": "send",
 }  # fmt: skip
-"""Operation that the other rank has to do, by operation between two ranks."""
+"""Operation that the peer must perform, by operation between two ranks."""
 _LIKE = {"isend": "send", "irecv": "recv", "send_object_list": "send", "recv_object_list": "recv"}
 _SIZES_MAY_DIFFER = ("scatter", "gather", "all_to_all", "alltoall", "alltoall_base", "reduce_scatter")
-"""Operations to which ranks may bring unequal sizes."""
+"""Operations for which ranks may pass unequal sizes."""
 _NCCL_TRANSFER = re.compile(r"(send|recv) \d+(?:->|<-)(\d+)")
-"""Names of transfers between two ranks in NCCL's record, by their places in the group."""
+"""Names of transfers between two ranks in NCCL's record, with their ranks in the group."""
 _WAITS_BY_NAME = ("wait", "item", "synchronize", "backward", "tolist", "cpu", "numpy", "result")
-"""Names that a line calls when it waits for a collective that was launched before."""
+"""Names of functions that wait for a collective that was launched before."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Wait:
-    """A call in which one rank waits for others."""
+    """Call in which one rank waits for others."""
 
     op: str
     group: str
     sequence: int | None = None
-    """Number of the call in its group; None where torch does not count it."""
+    """Number of the call in its group; None if torch does not count it."""
     recorded: Collective | None = None
     role: str | None = None
     peer: int | None = None
-    """The rank that is `src` or `dst`; None: any, or not known."""
+    """Rank that is `src` or `dst`; None if it is any, or unknown."""
     tag: int = 0
     sizes: tuple[tuple[int, ...], ...] = ()
     members: frozenset[int] | None = None
     is_of_default: bool = True
-    """True if its group is the one of all ranks that torch begins with."""
+    """True if its group is torch's default group of all ranks."""
     is_main: bool = True
     """True if the rank does nothing else meanwhile."""
     line: Frame | None = None
@@ -55,11 +55,11 @@ class Wait:
 
     @property
     def is_followed(self) -> bool:
-        """Return whether it is known for whom it waits."""
+        """Return whether the awaited ranks are known."""
         return self.recorded is not None or (self.is_transfer and self.role is not None)
 
     def describe(self, world: Iterable[int]) -> str:
-        """Name it as people speak of it: `all_reduce #10 of [3] float`, `recv from rank 1`."""
+        """Return the usual notation: `all_reduce #10 of [3] float`, `recv from rank 1`."""
         named = str(self.recorded) if self.recorded is not None else self.op
         if self.recorded is not None and "object" in self.op:
             named = f"{self.op} (its {self.recorded})"
@@ -80,24 +80,24 @@ class Wait:
         return f" in group {self.group} ({'all ranks' if self.members >= set(world) else f'ranks {shown}'})"
 
     def is_same_as(self, other: "Wait") -> bool:
-        """Return whether two ranks are in one call, so far as is known."""
+        """Return whether two ranks are in the same call, as far as known."""
         return (self.group, self.sequence, _LIKE.get(self.op, self.op)) == (
             other.group, other.sequence, _LIKE.get(other.op, other.op),
         )  # fmt: skip
 
 
 def wait_of(state: RankState, line: Frame | None) -> Wait | None:
-    """Return what a rank waits in, if it waits for others."""
+    """Return the call in which a rank waits for others, or None."""
     is_busy = state.busy_fraction >= BUSY_FRACTION
     call = state.call
     pending = [one for one in state.collectives or () if one.is_pending]
     if call is not None and call.is_main and (not is_busy or pending):
-        # torch records a call that blocks as the last one of its group
+        # torch records a blocking call as the last one of its group
         mine = [one for one in pending if one.group == call.group]
         recorded = None if call.op in _TRANSFERS or not mine else mine[-1]
         return _wait(state, recorded, call, is_main=not is_busy, line=line)
     if pending:
-        # a rank that waits for a GPU may be busy with asking
+        # a rank that waits for a GPU may be busy polling
         is_main = state.called in _WAITS_BY_NAME or (not is_busy and _may_wait_for_collective(state))
         called = users_frame(pending[0].frames) if is_main or line is None else None
         return _wait(state, pending[0], None, is_main=is_main, line=called or line)
@@ -158,7 +158,7 @@ def _may_wait_for_collective(state: RankState) -> bool:
 
 
 def _by_frames(state: RankState) -> str | None:
-    """Name the call that a rank waits in where torch does not know it: by the frames of its threads."""
+    """Return the call in which a rank waits, by the frames of its threads, if torch has no record of it."""
     for thread in (state.main, *state.others):
         for frame in thread:
             if frame.file == _SHARED_MEMORY_FILE and len(thread) > 1:
@@ -173,17 +173,17 @@ def _by_frames(state: RankState) -> str | None:
 
 
 def awaited_by(rank: int, waits: Mapping[int, Wait], states: Mapping[int, RankState]) -> set[int]:
-    """Return the ranks that have not come to the call in which a rank waits.
+    """Return the ranks that have not reached the call in which a rank waits.
 
     Args:
-        rank: That waits.
-        waits: By rank: what those wait in that do.
-        states: Of all ranks.
+        rank: The waiting rank.
+        waits: Waits by rank, of all ranks that wait.
+        states: States of all ranks.
     """
     wait = waits[rank]
     others = set(states) - {rank}
     if wait.is_transfer:
-        if wait.role is None:  # only that it waits for one is known
+        if wait.role is None:  # nothing is known except that it waits for one
             return others - set(waits)
         asked = others if wait.peer is None else {wait.peer} & others
         return asked if not any(_answers(wait, rank, waits.get(one)) for one in asked) else set()
@@ -193,7 +193,7 @@ def awaited_by(rank: int, waits: Mapping[int, Wait], states: Mapping[int, RankSt
 
 
 def _answers(wait: Wait, rank: int, other: Wait | None) -> bool:
-    """Return whether another rank does its part of what two do together."""
+    """Return whether another rank does its part of an operation between two."""
     return (
         other is not None
         and _LIKE.get(other.op, other.op) == _TRANSFERS[wait.op]
@@ -203,13 +203,13 @@ def _answers(wait: Wait, rank: int, other: Wait | None) -> bool:
 
 
 def _has_come(wait: Wait, others_wait: Wait | None, state: RankState) -> bool:
-    """Return whether a rank has made the call too, and with the same arguments so far as is known."""
+    """Return whether a rank has made the call too, and with the same arguments as far as known."""
     if wait.recorded is None:
         return others_wait is not None and wait.is_same_as(others_wait) and not differ_in_peer(wait, others_wait)
     calls = [
         call
         for call in state.collectives or ()
-        if call.group == wait.group and not _NCCL_TRANSFER.fullmatch(call.op)  # which are counted by themselves
+        if call.group == wait.group and not _NCCL_TRANSFER.fullmatch(call.op)  # transfers are counted separately
     ]
     same = next((call for call in calls if call.sequence == wait.sequence), None)
     if same is None:
@@ -228,12 +228,12 @@ def agree(one: Collective, other: Collective) -> bool:
 
 
 def differ_in_peer(one: Wait, other: Wait) -> bool:
-    """Return whether two ranks name another `src` or `dst`."""
+    """Return whether two ranks differ in `src` or `dst`."""
     return None not in (one.peer, other.peer) and (one.role, one.peer) != (other.role, other.peer)
 
 
 def reached(begin: int, edges: Mapping[int, set[int]]) -> set[int]:
-    """Return the ranks that one waits for, and those that they wait for in turn, and so on."""
+    """Return the ranks for which one waits, directly or through others."""
     found: set[int] = set()
     new = set(edges.get(begin, ()))
     while new:
@@ -243,7 +243,7 @@ def reached(begin: int, edges: Mapping[int, set[int]]) -> set[int]:
 
 
 def circles(ranks: Sequence[int], edges: Mapping[int, set[int]]) -> list[list[int]]:
-    """Return the sets of ranks in which each waits for all others, at last, the smallest first."""
+    """Return the sets of ranks that wait for each other, directly or through others, the smallest first."""
     reach = {rank: reached(rank, edges) for rank in ranks}
     found: list[list[int]] = []
     for rank in ranks:

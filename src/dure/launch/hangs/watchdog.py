@@ -1,6 +1,6 @@
-"""Notices that no step finishes, from the heartbeats that ranks leave in shared memory.
+"""Watchdog that detects that no step finishes, from the ranks' heartbeats in shared memory.
 
-A script without optimiser steps leaves none. Its ranks are asked how many calls of process groups they have made.
+A script without optimiser steps has none. Its ranks are asked for the number of their process-group calls.
 """
 
 import statistics
@@ -12,20 +12,20 @@ from dataclasses import dataclass
 from dure.process.heartbeat import Heartbeats, Pace
 
 LEAST_SECONDS = 10.0
-"""Lower bound of the limits that are derived: shorter waits are no hang, as when a loader starts."""
+"""Lower bound of derived limits, in seconds: shorter waits, such as the start of a loader, are no hang."""
 TIMES_MEDIAN = 10.0
 TIMES_LONGEST = 3.0
 """Factor on the longest silence so far that ended by itself."""
 UNKNOWN_SECONDS = 300.0
-"""Limit while the usual durations are unknown: the first step may compile, a checkpoint may be large."""
+"""Limit in seconds while usual durations are unknown: the first step may compile, a checkpoint may be large."""
 START_SECONDS = 60.0
-"""Lower bound of the limit before a rank's first heartbeat, a given one too: it imports torch."""
+"""Lower bound in seconds of any limit before a rank's first heartbeat, even a given one: the rank imports torch."""
 TIMES_UNCERTAIN = 6.0
 """Factor on the limit of a rank that may only be slow."""
 _FEWEST_KNOWN = 3
 _MOST_KNOWN = 101
 _GAP_SECONDS = 5.0
-"""Gap between two looks that shows that the supervisor was stopped itself, with all ranks: `Ctrl-Z`, then `fg`."""
+"""Seconds between two polls that show that the supervisor was stopped too: `Ctrl-Z`, then `fg`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,19 +33,19 @@ class HangPolicy:
     """Limits on the silence of ranks, and the action after them."""
 
     hang_after: float | None = None
-    """Seconds of silence that are a hang, whatever a rank is doing; None to derive them from the run so far."""
+    """Seconds of silence that count as a hang, whatever a rank is doing; None to derive them from the run so far."""
     action: str = "restart"
     """`restart`, `stop` or `wait`."""
 
     counts_calls: bool = False
-    """True if calls of process groups count as progress too: the steps of a script are unknown."""
+    """True if process-group calls also count as progress, because the steps of a script are unknown."""
 
     def acts(self, seconds: float, threshold: float, *, is_certain: bool) -> bool:
-        """Return whether it is time to do something. A rank that may only be slow gets longer."""
+        """Return whether it is time to act. A rank that may only be slow gets more time."""
         return seconds > self.patience(threshold, is_certain=is_certain)
 
     def patience(self, threshold: float, *, is_certain: bool) -> float:
-        """Return after how many seconds of silence something is done."""
+        """Return the seconds of silence after which to act."""
         if self.action == "wait":
             return float("inf")
         if self.hang_after is not None:
@@ -53,7 +53,7 @@ class HangPolicy:
         return threshold if is_certain else TIMES_UNCERTAIN * threshold
 
     def announcement(self, seconds: float, threshold: float, *, is_certain: bool) -> str | None:
-        """Say what will be done, and when, if nothing changes; None: it is done now, or never."""
+        """Return a sentence about the action if nothing changes, and its time; None if it is done now or never."""
         patience = self.patience(threshold, is_certain=is_certain)
         if seconds > patience or patience == float("inf"):
             return None
@@ -63,7 +63,7 @@ class HangPolicy:
 
 @dataclass(kw_only=True)
 class _Calls:
-    """The calls of process groups of one rank."""
+    """Process-group calls of one rank."""
 
     count: int = 0
     time: float = 0.0
@@ -73,7 +73,7 @@ class _Calls:
 
 
 class Watchdog:
-    """Looks at the heartbeats of ranks; every look costs some microseconds for each."""
+    """Watchdog over the heartbeats of ranks; every poll costs some microseconds per rank."""
 
     def __init__(
         self, heartbeats: Heartbeats, hang_after: float | None, clock: Callable[[], float] = time.monotonic
@@ -83,33 +83,33 @@ class Watchdog:
         self.clock = clock
         self._began = self._last_look = clock()
         self._not_before = 0.0
-        """Time on the watchdog's clock from which silence is counted at the earliest."""
+        """Earliest time from which silence is counted, on the watchdog's clock."""
         self._seen: dict[int, int] = {}
-        """Number of each rank's beats at the last look, by rank."""
+        """Number of heartbeats at the last poll, by rank."""
         self._paces: dict[tuple[int, str], Pace] = {}
         self._known: dict[str, deque[tuple[float, float]]] = {}
-        """Silences that ended, by phase: the mean and the longest between two looks, in seconds."""
+        """Silences that ended, by phase, as pairs of seconds: the mean and the longest between two polls."""
         self._beats: dict[str, int] = {}
         """Number of silences seen so far, by phase."""
         self.last_threshold = UNKNOWN_SECONDS
         """Limit in seconds of the rank that has been silent for longest among those that exceed theirs."""
         self._calls: dict[int, _Calls] = {}
         self.mute: set[int] = set()
-        """Ranks that do not answer. What they do is known by the others, who wait for them or get on."""
+        """Ranks that do not reply. The others show their state by waiting for them or making progress."""
         self.is_known = True
-        """True if that rank's limit is known from what it did before, or was given."""
+        """True if that rank's limit is derived from its past, or was given."""
         self.is_begun = False
-        """True if a rank has told something: until then all may wait for as long as one needs to download its data."""
+        """True once a rank has sent a heartbeat: until then all may wait while one downloads its data."""
         self._tell_at = 0.0
-        """Silence below this has been told already."""
+        """Seconds of silence up to which reports have been made."""
 
     def silent_seconds(self, ranks: Sequence[int]) -> float | None:
-        """Return how long no step has finished, once that is too long, and again each time it has doubled.
+        """Return for how long no step has finished once that exceeds the limit, and again each time it has doubled.
 
-        None while all is well, or there is nothing new.
+        None if all is well, or there is nothing new.
 
         Args:
-            ranks: Those that are there.
+            ranks: Living ranks.
         """
         now = self.clock()
         if now - self._last_look > _GAP_SECONDS:
@@ -126,7 +126,7 @@ class Watchdog:
             calls = self._calls.get(rank, _Calls())
             last_news = max(beat.time or self._began, last_call if rank in self.mute else calls.time)
             seconds = now - max(last_news, self._not_before)
-            has_begun = beat.count or (calls.count and self.hang_after is not None)  # a script may leave no heartbeat
+            has_begun = beat.count or (calls.count and self.hang_after is not None)  # a script may send no heartbeat
             self.last_threshold = self.threshold(beat.phase) if has_begun else self._threshold_of_start()
             self.is_known = self.hang_after is not None or self.last_threshold != UNKNOWN_SECONDS
             if not self.is_known and calls.count:
@@ -144,15 +144,15 @@ class Watchdog:
         return longest
 
     def resume(self) -> None:
-        """Count silence from now on: the ranks stood still, for as long as the supervisor did."""
+        """Count silence from now on: the ranks were stopped for as long as the supervisor was."""
         self._not_before = self.clock()
 
     def told_nothing(self, seconds: float) -> None:
-        """Look again soon: silence of so many seconds was no hang."""
+        """Poll again soon: silence of this duration was no hang."""
         self._tell_at = min(seconds + LEAST_SECONDS, UNKNOWN_SECONDS)
 
     def note_calls(self, rank: int, count: int) -> None:
-        """Take note of how many calls of process groups a rank has made so far."""
+        """Record the number of process-group calls that a rank has made so far."""
         calls = self._calls.setdefault(rank, _Calls())
         if count <= calls.count:
             return
@@ -162,7 +162,7 @@ class Watchdog:
         calls.count, calls.time = count, now
 
     def threshold(self, phase: str) -> float:
-        """Return how many seconds of silence are too many."""
+        """Return the seconds of silence that are the limit."""
         if self.hang_after is not None:
             return self.hang_after
         known = self._known.get(phase, ())

@@ -1,1 +1,1 @@
-"""Output of the ranks."""
+"""Output and log files of the ranks."""

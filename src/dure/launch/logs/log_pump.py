@@ -1,8 +1,8 @@
-"""The process through which ranks speak: prefixes, escapes, cuts and rotates what they print.
+"""Process that relays the output of ranks: it adds prefixes, and escapes, truncates and rotates.
 
-It stands between the ranks and the terminal so that neither the supervisor nor another rank ever waits for a rank that
-talks much, and so that no rank can write a line that looks like another's: the prefix is put here.
-`dure.launch.logs.rank_logs` starts it, by this file's path: nothing of dure is imported here.
+It runs between the ranks and the terminal. Neither the supervisor nor another rank ever waits for a rank with much
+output, and no rank can write a line that looks like another's, because the prefix is added here.
+`dure.launch.logs.rank_logs` starts it by this file's path: nothing of dure is imported here.
 """
 
 import json
@@ -20,24 +20,25 @@ from pathlib import Path
 
 LINE_LIMIT_BYTES = 8192
 ROTATE_BYTES = 64 * 2**20
-"""Size from which a log file becomes `<name>.1`, in place of the one before."""
+"""Size from which a log file is renamed to `<name>.1`, replacing the one before."""
 
 _READ_BYTES = 2**18
 _PATIENCE_SECONDS = 2.0
-"""Seconds that an unfinished line may wait for its end before it is shown: a progress bar has no end."""
+"""Seconds after which an unfinished line is shown: a progress bar has no end."""
 _BAR_SECONDS = 10.0
-"""Seconds between two showings of a bar that never stands still, if it cannot be written over."""
+"""Seconds between two states of a continuously moving bar that cannot be overwritten."""
 _END_SECONDS = 2.0
 """Seconds that ranks and their children, which hold the pipes, have for their last output once the supervisor is gone
-or has let go of this process."""
+or has released this process.
+"""
 _MOST_LEFT_BYTES = 2**21
-"""Most bytes that are read of what is left in a pipe: more than one holds."""
+"""Maximum bytes that are read of the rest in a pipe; a pipe holds less."""
 _USUAL_COLUMNS = 80
 _REDRAW_SECONDS = 0.5
-"""Time between two states of a line where each is kept: a notebook saves all that its cells were sent."""
+"""Seconds between two states of a line if each is kept: a notebook saves all output of its cells."""
 
-# colours may pass and what would erase a line is left out, for a line is erased where it is written over; every other
-# control character, and what breaks or turns lines in some viewers, is written out
+# Colours pass, and sequences that would erase a line are removed, because lines are overwritten here. All other control
+# characters, and characters that break or reverse lines in some viewers, are escaped.
 _COLOUR = re.compile(r"\x1b\[[0-9;]{0,32}m")
 _ERASE = re.compile(r"\x1b\[[0-2]?K")
 _CONTROL = re.compile(
@@ -50,7 +51,7 @@ _ERASE_TO_END = "\x1b[K"
 
 
 def cleaned(line: bytes) -> str:
-    """Return one line as it may be shown: no control characters, not too long, of a progress bar the last state."""
+    """Return one line for display: without control characters, truncated, and of a progress bar the last state."""
     line = line.rstrip(b"\r").rpartition(b"\r")[2]
     text = _CONTROL.sub(_written_out, line[:LINE_LIMIT_BYTES].decode("utf-8", "backslashreplace"))
     if _COLOUR.search(text):
@@ -77,22 +78,22 @@ def _written_out(match: re.Match[str]) -> str:
 
 
 def fitted(line: str, columns: int) -> str:
-    """Cut a cleaned line so that it stays on one row of a terminal: what wraps cannot be written over."""
+    """Truncate a cleaned line to one row of a terminal: a wrapped line cannot be overwritten."""
     pieces = _COLOUR_OR_CHARACTER.findall(line.expandtabs())
-    room = columns - 1  # in the last column some terminals wrap already
+    room = columns - 1  # some terminals wrap in the last column
     if sum(map(_columns_of, pieces)) <= room:
         return "".join(pieces)
-    room -= 1  # of the ellipsis
+    room -= 1  # for the ellipsis
     kept = []
     for piece in pieces:
         room -= _columns_of(piece)
-        if room >= 0 or len(piece) > 1:  # a colour that began has to end
+        if room >= 0 or len(piece) > 1:  # a colour must be reset
             kept.append(piece)
     return "".join(kept) + "…"
 
 
 def _columns_of(piece: str) -> int:
-    """Return how wide a character is, or a colour."""
+    """Return the columns of a character, or of a colour sequence."""
     if len(piece) > 1 or unicodedata.category(piece) in ("Mn", "Me", "Cf"):
         return 0
     return 2 if unicodedata.east_asian_width(piece) in "WF" else 1
@@ -100,16 +101,16 @@ def _columns_of(piece: str) -> int:
 
 @dataclass
 class Stream:
-    """One rank's stdout or stderr, or both."""
+    """Stdout or stderr of one rank, or both."""
 
     prefix: str
     console: int | None
-    """Descriptor on which it is shown; None if it is not."""
+    """Descriptor on which it is shown; None if it is not shown."""
     log: "LogFile"
     has_live_line: bool = False
-    """True if an unfinished line is shown at once, to be written over: the console is a terminal or a notebook."""
+    """True if an unfinished line is shown at once, to be overwritten: the console is a terminal or a notebook."""
     can_erase: bool = True
-    """True if the rest of a line can be erased; otherwise blanks are written over it."""
+    """True if the rest of a line can be erased; otherwise it is overwritten with blanks."""
     rest: bytearray = field(default_factory=bytearray)
     """Unfinished line, as far as it will be shown."""
     dropped: int = 0
@@ -123,7 +124,7 @@ class Stream:
     drawn_at: float = 0.0
 
     def take(self, data: bytes) -> None:
-        """Show what has come, line by line."""
+        """Show new output, line by line."""
         *whole, last = data.split(b"\n")
         shown = []
         if whole and (self.rest or self.dropped):
@@ -135,18 +136,18 @@ class Stream:
             self._draw()
 
     def take_unfinished(self) -> None:
-        """Show a line that has not ended, unless there is nothing to see: so a progress bar clears its place."""
+        """Show an unfinished line, unless it is empty: so a progress bar clears its place."""
         if (self.rest or self.dropped) and (line := self._take_rest()).strip():
             self._show([line])
 
     def take_late(self, now: float) -> None:
-        """Show a line that has not ended for long, unless it is shown already."""
+        """Show a line that has been unfinished for long, unless it is shown already."""
         is_due = self.since < now - _PATIENCE_SECONDS or self.unseen_since < now - _BAR_SECONDS
         if is_due and not self.has_live_line:
             self.take_unfinished()
 
     def _add(self, data: bytes) -> None:
-        # of a progress bar only the last state is kept: each is overwritten by what follows its "\r"
+        # of a progress bar only the last state is kept: each is overwritten by the text after its "\r"
         state_at = data.rstrip(b"\r").rfind(b"\r") + 1
         if state_at or (self.rest.endswith(b"\r") and data.strip(b"\r")):
             data, self.dropped = data[state_at:], 0
@@ -173,7 +174,7 @@ class Stream:
             self.drawn, self.drawn_at = line, time.monotonic()
 
     def _over(self) -> str:
-        """Return what stands before a line that is written over the drawn one."""
+        """Return the characters before a line that overwrites the drawn one."""
         if self.can_erase or self.drawn is None:
             return "\r"
         columns = sum(map(_columns_of, _COLOUR_OR_CHARACTER.findall(self.drawn)))
@@ -196,20 +197,20 @@ def _columns(console: int) -> int:
 
 
 class LogFile:
-    """A rank's log, which may not fill the disk."""
+    """Log file of a rank, limited in size."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self._open()
 
     def _open(self) -> None:
-        # as `dure.own_files.open_own`: as readable as its folder, and no link
+        # as `dure.own_files.open_own`: with the permissions of its folder, and not through a link
         mode = os.stat(self.path.parent).st_mode & 0o666
         self.descriptor = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW, mode)
         self.size = os.fstat(self.descriptor).st_size
 
     def write(self, text: str) -> None:
-        """Append; a disk that is full loses what was said, not the run."""
+        """Append; if the disk is full the output is lost, but the run goes on."""
         data = text.encode()
         if self.size + len(data) > ROTATE_BYTES:
             os.close(self.descriptor)
@@ -224,13 +225,13 @@ def _write(descriptor: int, data: bytes) -> None:
     while view:
         try:
             view = view[os.write(descriptor, view) :]
-        except OSError:  # there is no reader, or the disk is full: the ranks go on
+        except OSError:  # no reader, or a full disk: the ranks go on
             return
 
 
 def main() -> None:
-    """Pump until all pipes are closed; once the supervisor has let go, no longer than last words take."""
-    # a signal to all processes is for the ranks: what they say at their end has to be shown
+    """Relay output until all pipes are closed; after the supervisor has released this process, only briefly."""
+    # a signal to all processes is meant for the ranks, and their last output must be shown
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1):
         signal.signal(number, signal.SIG_IGN)
     told = json.loads(sys.argv[1])
@@ -271,15 +272,15 @@ def main() -> None:
 
 
 def _is_asked(supervisor: int) -> bool:
-    """Return whether the supervisor asks to be told when all is shown; otherwise it has let go of this process."""
+    """Return whether the supervisor requests a reply when all is shown; otherwise it has released this process."""
     try:
         return bool(os.read(supervisor, 1))
-    except ConnectionResetError:  # it did not wait for the answer
+    except ConnectionResetError:  # it did not wait for the reply
         return False
 
 
 def _take_what_is_left(descriptor: int, stream: Stream) -> None:
-    """Show what was said while a paused terminal or a pager held this up, and no more: some child may talk on."""
+    """Show output from while a paused terminal or a pager blocked this process, and no more: a child may write on."""
     os.set_blocking(descriptor, False)
     with suppress(BlockingIOError):
         for _ in range(_MOST_LEFT_BYTES // _READ_BYTES):

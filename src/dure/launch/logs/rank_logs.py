@@ -1,4 +1,4 @@
-"""Output of ranks on the supervisor's side: pipes to a process that shows their lines and keeps them."""
+"""Supervisor's side of the ranks' output: pipes to a process that shows and saves their lines."""
 
 import fcntl
 import json
@@ -21,11 +21,11 @@ from dure.process.stop_signals import signals_held_back
 from dure.terminal import own_descriptor
 
 _PIPE_BYTES = 2**20
-"""Capacity asked for each pipe: the output of a rank that may wait to be read, if the system allows as much."""
+"""Capacity requested for each pipe, in bytes: the output of a rank that may wait to be read."""
 _RELAY_BYTES = 2**16
 _POLL_SECONDS = 0.02
 _CATCH_UP_SECONDS = 1.0
-"""Seconds that the supervisor holds its own output back for that of ranks: a pipe that is flooded is never empty."""
+"""Seconds that the supervisor holds back its own output for that of ranks: a flooded pipe is never empty."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,19 +35,20 @@ class Voice:
     log: Path
     consoles: tuple[int | None, int | None] = (None, None)
     """Descriptors on which its stdout and its stderr are shown, or None. If both are one descriptor, the lines keep
-    their order."""
+    their order.
+    """
     prefix: str = ""
     """Prefix of the lines that are shown."""
     has_live_line: bool = False
-    """True if an unfinished line is shown at once, to be written over: the consoles are a terminal or a notebook."""
+    """True if an unfinished line is shown at once, to be overwritten: the consoles are a terminal or a notebook."""
     can_erase: bool = True
-    """True if the rest of a line can be erased there; a notebook needs blanks."""
+    """True if the rest of a line can be erased there; in a notebook it is overwritten with blanks."""
 
 
 class Relay:
-    """Pipe from the process that shows ranks' lines to a stream of Python's, where that is not a descriptor of its own.
+    """Pipe from the process that shows ranks' lines to a Python stream that has no descriptor of its own.
 
-    A notebook's `sys.stderr` is such a stream. It is written by the process that calls, between two looks at the ranks.
+    A notebook's `sys.stderr` is such a stream. The calling process writes to it, between two polls of the ranks.
     """
 
     def __init__(self, stream: TextIO) -> None:
@@ -58,11 +59,11 @@ class Relay:
 
     @classmethod
     def of_stderr(cls) -> "Relay | None":
-        """Return a relay to Python's stderr, None if that is the process's own."""
+        """Return a relay to Python's stderr; None if that is the process's own."""
         return cls(sys.stderr) if own_descriptor(sys.stderr) is None else None
 
     def pass_on(self) -> None:
-        """Write what has come to the stream."""
+        """Write new output to the stream."""
         with suppress(BlockingIOError):
             while data := os.read(self.reading, _RELAY_BYTES):
                 with suppress(OSError, ValueError):  # closed meanwhile: the ranks go on
@@ -70,20 +71,20 @@ class Relay:
                     self._stream.flush()
 
     def close(self) -> None:
-        """Let go of the pipe."""
+        """Close the pipe."""
         _close((self.reading, self.writing))
 
 
 class RankLogs:
-    """The logs of a host's ranks; which ranks it has may change from round to round."""
+    """Logs of a host's ranks; the set of ranks may change from round to round."""
 
     def __init__(self, voice_of: Callable[[int], Voice], ranks: Iterable[int], relay: Relay | None = None) -> None:
-        """Make the pipes of the first round's ranks, whose lines one process takes.
+        """Create the pipes of the first round's ranks, which one process reads.
 
         Args:
-            voice_of: Returns where goes what a rank says.
-            ranks: Of the first round.
-            relay: Console of those voices that lead to its descriptor; closed with this object.
+            voice_of: Function from a rank to its output destination.
+            ranks: Ranks of the first round.
+            relay: Console of the destinations with its descriptor; closed with this object.
         """
         first = list(ranks)
         self._voice_of = voice_of
@@ -92,7 +93,7 @@ class RankLogs:
         self._descriptors = dict(zip(first, self._pumps[0].descriptors, strict=True))
 
     def descriptors_of(self, rank: int) -> tuple[int, int]:
-        """Return where a rank's stdout and stderr go."""
+        """Return the descriptors for a rank's stdout and stderr."""
         if rank not in self._descriptors:
             self._pumps.append(_Pump([self._voice_of(rank)]))
             (self._descriptors[rank],) = self._pumps[-1].descriptors
@@ -100,23 +101,23 @@ class RankLogs:
 
     @property
     def waiting_for(self) -> list[int]:
-        """Descriptors on which there may be something to do: a rank has said something that is not yet shown."""
+        """Descriptors on which there may be work: a rank has written something that is not yet shown."""
         relay = [] if self._relay is None else [self._relay.reading]
         return [descriptor for pump in self._pumps for descriptor in pump.waiting_for] + relay
 
     def start(self) -> None:
-        """Begin to read before anything is said: then it is not lost should the supervisor be killed."""
+        """Start to read before there is output, so that none is lost if the supervisor is killed."""
         for pump in self._pumps:
             pump.start()
 
     def go_on(self) -> None:
-        """See that what was said is shown; to be called whenever there is something to read."""
+        """Have new output shown; call this whenever there is something to read."""
         for pump in self._pumps:
             pump.start_if_needed()
         self._pass_on()
 
     def catch_up(self) -> None:
-        """Wait a moment until all that was said is shown, unfinished lines too: what is told next comes below."""
+        """Wait briefly until all output is shown, including unfinished lines, so that the next message is below it."""
         for pump in self._pumps:
             pump.ask()
         deadline = time.monotonic() + _CATCH_UP_SECONDS
@@ -126,14 +127,14 @@ class RankLogs:
         self._pass_on()
 
     def leave(self) -> None:
-        """Let go, in a forked rank, of what belongs to the supervisor and to the other ranks."""
+        """Close, in a forked rank, the descriptors of the supervisor and of the other ranks."""
         for pump in self._pumps:
             pump.leave()
         if self._relay is not None:
             self._relay.close()
 
     def close(self) -> None:
-        """Wait until all that was said is shown and in the logs; no rank may be started afterwards."""
+        """Wait until all output is shown and in the logs; no rank may be started afterwards."""
         for pump in self._pumps:
             pump.let_go()
         patience = None if self._relay is None else _POLL_SECONDS
@@ -149,9 +150,9 @@ class RankLogs:
 
 
 class _Pump:
-    """The pipes of some ranks, and the process that reads them.
+    """Pipes of some ranks, and the process that reads them.
 
-    It is mostly started when something is said: most ranks never say anything, and a start need not wait for it.
+    The process is usually started at the first output: most ranks have none, and their start need not wait for it.
     """
 
     def __init__(self, voices: Sequence[Voice]) -> None:
@@ -159,7 +160,7 @@ class _Pump:
         self.descriptors = tuple((out[1], err[1]) for out, err in pipes)
         """Descriptors for each rank's stdout and stderr."""
         self.waiting_for = sorted({end for out, err in pipes for end in (out[0], err[0])})
-        """Empty when the process is started."""
+        """Read ends of the pipes; empty once the process is started."""
         self._told = [
             {
                 "log": str(voice.log),
@@ -188,7 +189,7 @@ class _Pump:
     def start(self) -> None:
         self._questions, theirs = socket.socketpair()
         told = {"supervisor": theirs.fileno(), "voices": self._told}
-        # nothing of dure or of its environment is needed, and half of the time is saved without
+        # nothing of dure or of its environment is needed, and the start takes half of the time without
         command = [sys.executable, "-I", "-S", log_pump.__file__, json.dumps(told)]
         inherited = [*self.waiting_for, theirs.fileno(), *self._consoles]
         with theirs, signals_held_back():
@@ -197,7 +198,7 @@ class _Pump:
         self.waiting_for = []
 
     def ask(self) -> None:
-        """Ask whether all is shown."""
+        """Request a reply when all is shown."""
         self.start_if_needed()
         self._is_asked = self._questions is not None
         if self._questions is not None:
@@ -205,7 +206,7 @@ class _Pump:
                 self._questions.send(b"?")
 
     def has_answered(self, seconds: float) -> bool:
-        """Wait so long for the answer; return whether there is nothing more to wait for."""
+        """Wait for the reply, at most `seconds`; return whether there is nothing more to wait for."""
         if self._is_asked and self._questions is not None:
             try:
                 self._questions.settimeout(seconds)
@@ -223,14 +224,14 @@ class _Pump:
         _close({*self.waiting_for, *(end for both in self.descriptors for end in both)})
 
     def let_go(self) -> None:
-        """Let it end when it has shown all."""
+        """Let the process end once it has shown all."""
         self.start_if_needed()
         self.leave()
 
     def has_ended(self, seconds: float | None) -> bool:
-        """Wait so long for its end, and return whether it has come.
+        """Wait for the end of the process, at most `seconds`, and return whether it has ended.
 
-        It ends by itself, though not before a paused terminal or a pager has taken what there is to show.
+        It ends by itself, but not before a paused terminal or a pager has taken all output.
         """
         if self._process is None:
             return True
@@ -240,9 +241,9 @@ class _Pump:
 
 
 def _pipes(*, is_one: bool) -> tuple[tuple[int, int], tuple[int, int]]:
-    """Make a pipe for stdout and one for stderr, or one for both."""
+    """Create a pipe for stdout and one for stderr, or one for both."""
     out = os.pipe()
-    with suppress(OSError, AttributeError):  # beyond what a user may have, or not Linux
+    with suppress(OSError, AttributeError):  # above the user's limit, or not Linux
         fcntl.fcntl(out[1], fcntl.F_SETPIPE_SZ, _PIPE_BYTES)
     return out, out if is_one else os.pipe()
 

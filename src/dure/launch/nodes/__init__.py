@@ -1,1 +1,1 @@
-"""Other hosts of a run, and the connections to their launchers."""
+"""Nodes of a run, and the connections between their launchers."""

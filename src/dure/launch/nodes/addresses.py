@@ -1,4 +1,4 @@
-"""Addresses at which launchers of several hosts meet: read, looked up, and refused where any host could reach them."""
+"""Rendezvous addresses of launchers: parsing, look-up, and refusal of addresses that any host could reach."""
 
 import errno
 import ipaddress
@@ -9,15 +9,15 @@ from dure.errors import DureError, EnvironmentLacks, Misuse
 from dure.launch.nodes.channel import Address
 
 DEFAULT_PORT = 29400
-"""torchrun's, for its own rendezvous."""
+"""Port of torchrun's own rendezvous."""
 LOOK_SECONDS = 0.2
 
 
 def split_address(text: str) -> tuple[str, int]:
-    """Read `host`, `host:port` or `[IPv6]:port`.
+    """Parse `host`, `host:port` or `[IPv6]:port`.
 
     Raises:
-        ValueError: It is none of these; says why.
+        ValueError: It is none of these; the message has the reason.
     """
     if text.startswith("["):
         host, closing, rest = text[1:].partition("]")
@@ -40,12 +40,12 @@ def resolved(rendezvous: str, patience_seconds: float, *, allow_public_address: 
     """Look up the rendezvous address, and refuse one that any host could reach.
 
     Args:
-        rendezvous: As the user gave it.
-        patience_seconds: How long to wait for a name that is not known.
-        allow_public_address: Whether the user said so.
+        rendezvous: Address as the user gave it.
+        patience_seconds: Seconds to wait for an unknown name.
+        allow_public_address: Whether the user allows a public address.
 
     Raises:
-        Misuse: It cannot be met there.
+        Misuse: Launchers cannot meet at this address.
     """
     host, port = split_address(rendezvous)
     deadline = time.monotonic() + patience_seconds
@@ -78,7 +78,7 @@ def resolved(rendezvous: str, patience_seconds: float, *, allow_public_address: 
 
 
 def own_addresses() -> list[str]:
-    """Return the addresses of this host but loopback."""
+    """Return the addresses of this host except loopback."""
     import psutil
 
     kinds = (socket.AF_INET, socket.AF_INET6)
@@ -89,7 +89,7 @@ def own_addresses() -> list[str]:
 
 
 def cannot_listen(rendezvous: str, error: OSError) -> DureError:
-    """Return why a node cannot listen at the rendezvous, as an error."""
+    """Return an error with the reason why a node cannot listen at the rendezvous."""
     host, port = split_address(rendezvous)
     if error.errno == errno.EADDRNOTAVAIL:
         own = ", ".join(own_addresses()) or "none but loopback"

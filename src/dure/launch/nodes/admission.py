@@ -1,4 +1,4 @@
-"""Admission of nodes: those that a run begins with, and those that join or rejoin it."""
+"""Admission of nodes: those with which a run begins, and those that join or rejoin it."""
 
 import time
 from collections.abc import Mapping
@@ -15,11 +15,11 @@ from dure.launch.nodes.round_state import RoundNews
 
 _MOST_UNNAMED = 16
 _UNNAMED_SECONDS = 10.0
-"""Limit within which an authenticated peer has to identify itself."""
+"""Seconds that an authenticated peer has to identify itself."""
 
 
 class Peers(Protocol):
-    """Part of `Nodes` that a reception needs to welcome a node."""
+    """Part of `Nodes` that a listener needs to admit a node."""
 
     round: int
     leader: int
@@ -40,11 +40,11 @@ class Peers(Protocol):
         ...
 
     def add(self, rank: int, channel: Channel) -> None:
-        """Take up a node that has come."""
+        """Add a node that has joined."""
         ...
 
     def yield_to(self, round_number: int) -> None:
-        """Take note that a node which came has gone on for longer than this one."""
+        """Record that a joining node has continued for longer than this one."""
         ...
 
     def shake(self, why: str) -> None:
@@ -53,14 +53,14 @@ class Peers(Protocol):
 
 
 class JoinListener:
-    """The door of a run, and those who came through it and have not said who they are."""
+    """Listener of a run for nodes, and authenticated peers that have not identified themselves."""
 
     def __init__(self, door: Door, mine: Join) -> None:
-        """Take over an open door.
+        """Take over an open listener.
 
         Args:
-            door: Where nodes knock.
-            mine: What this node said, or would say, when it joins: the others' must be like it.
+            door: Listener to which nodes connect.
+            mine: This node's own join message, with which the others' must agree.
         """
         self.door = door
         self.mine = mine
@@ -68,7 +68,7 @@ class JoinListener:
         self.folder: str | None = None
         """Folder of the run, once there is one."""
         self.waiting: dict[int, Member] = {}
-        """Nodes that have come while the run goes on and are not yet part of it."""
+        """Nodes that have joined during the run and are not yet part of a round."""
 
     @property
     def descriptors(self) -> list[int]:
@@ -76,7 +76,7 @@ class JoinListener:
         return [*self.door.descriptors, *(channel.fileno() for channel in self.unnamed)]
 
     def heard(self, most_seconds: float) -> list[tuple[Channel, dict[str, Any]]]:
-        """Return who has said who it is, after at most that time."""
+        """Return peers that have identified themselves, after at most `most_seconds`."""
         self.unnamed += self.door.admit(most_seconds)
         named = []
         for channel in self.unnamed[:]:
@@ -96,9 +96,9 @@ class JoinListener:
         return named
 
     def let_in(self, nodes: "Peers") -> None:
-        """Welcome who comes while the run goes on; on the leader, again and again.
+        """Admit nodes that join during the run; called repeatedly on the leader.
 
-        It is of the next round when it has imported what its ranks need; then this round is ended.
+        A node takes part in the next round once it has imported what its ranks need; then this round is ended.
         """
         for rank in [rank for rank in self.waiting if not nodes.is_known(rank)]:
             del self.waiting[rank]
@@ -107,7 +107,7 @@ class JoinListener:
                 join = introduced(said)
                 member = checked(join, self.mine, channel)
                 if nodes.is_known(member.node_rank) or self.folder is None:
-                    # that its end has not been noticed yet is likelier than that there are two
+                    # an end that has not been noticed yet is more likely than a second node with that rank
                     channel.send(encode(Later()))
                     channel.close()
                     continue
@@ -138,7 +138,7 @@ class JoinListener:
             nodes.shake(f"{back} {'is' if len(come) == 1 else 'are'} there" + (" again" if here & set(come) else ""))
 
     def close(self) -> None:
-        """Refuse all that come from now on."""
+        """Refuse all further nodes."""
         self.door.close()
         for channel in self.unnamed:
             channel.close()
@@ -146,10 +146,10 @@ class JoinListener:
 
 
 def introduced(data: Mapping[str, Any]) -> Join:
-    """Return what a node says of itself.
+    """Return a node's join message.
 
     Raises:
-        Misuse: It says something else.
+        Misuse: It sent another message.
     """
     with suppress(DocumentInvalid):
         join = decode(data)
@@ -159,7 +159,7 @@ def introduced(data: Mapping[str, Any]) -> Join:
 
 
 def checked(theirs: Join, mine: Join, channel: Channel) -> Member:
-    """Compare what a node is about to run with what this one does.
+    """Compare the run of a joining node with this node's.
 
     Raises:
         Misuse: They disagree; names the field and both values.
@@ -169,7 +169,7 @@ def checked(theirs: Join, mine: Join, channel: Channel) -> Member:
         host=theirs.host[:255],
         address=channel.peer_address,
         num_ranks=theirs.num_ranks,
-        # up to the time that the message took
+        # exact up to the transmission time of the message
         clock_behind_seconds=time.time() - theirs.time,
     )
     who = f"node {member.node_rank} ({member.host})"

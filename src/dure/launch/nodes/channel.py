@@ -1,9 +1,9 @@
-"""The authenticated connections between the launchers of one run: nothing a peer sent is used before it is checked.
+"""Authenticated connections between the launchers of one run: every message is verified before use.
 
 Both sides prove that they know the run's secret without sending it (challenge and response, HMAC-SHA256 over both
-sides' random numbers), and take keys for this connection from it, one for each direction. After that every message
-carries a counter and an HMAC, so that none can be changed, repeated, left out or put in. Messages are JSON, not secret,
-and of limited length. Whatever is wrong closes the connection.
+sides' random numbers), and derive keys for this connection from it, one for each direction. After that every message
+carries a counter and an HMAC, so that none can be changed, repeated, dropped or inserted. Messages are JSON, not
+encrypted, and of limited length. Any error closes the connection.
 """
 
 import hashlib
@@ -25,13 +25,14 @@ from dure.documents import DocumentInvalid, parse_json
 
 MESSAGE_LIMIT_BYTES = 64 * 2**10
 HANDSHAKE_LIMIT_BYTES = 512
-"""Largest message from a peer that is not yet authenticated."""
+"""Maximum bytes of a message from a peer that is not yet authenticated."""
 HANDSHAKE_SECONDS = 1.0
 """Seconds that a peer has to authenticate itself."""
 MOST_GUESTS = 64
-"""Most unauthenticated peers that are kept waiting; one more, and the one that has waited longest is dropped."""
+"""Maximum number of unauthenticated peers; if there is one more, the oldest is dropped."""
 DEAD_SECONDS = 20
-"""Seconds without a sign of the peer's kernel after which a connection is broken, whatever its launcher does."""
+"""Seconds without a sign of life from the peer's kernel after which a connection is broken, whatever its launcher does.
+"""
 _PROBE_SECONDS = 5
 _MOST_UNSENT_BYTES = 8 * 2**20
 _READ_BYTES = 2**18
@@ -43,22 +44,22 @@ _NONCE_BYTES = 16
 _NONCE = re.compile(rf"[0-9a-f]{{{2 * _NONCE_BYTES}}}")
 
 Address = tuple[Any, ...]
-"""Address as `socket` has it: host, port, and two more for IPv6."""
+"""Address as in `socket`: host, port, and two more values for IPv6."""
 
 
 class ChannelClosed(ConnectionError):
-    """A connection that is no more, and why."""
+    """Closed connection, with the reason."""
 
 
 class HandshakeRefused(ChannelClosed):
-    """The other side closed the connection when this one had proved itself, or its own proof is wrong."""
+    """Failed authentication: the other side closed the connection after this one's proof, or its own proof is wrong."""
 
 
 _open: "weakref.WeakSet[Channel | Door]" = weakref.WeakSet()
 
 
 def _close_in_child() -> None:
-    """Keep ranks from holding their launcher's connections: its end must be seen, and the keys are not theirs."""
+    """Close the launcher's connections in its ranks: peers must see their end, and ranks must not have the keys."""
     for one in list(_open):
         one.close()
 
@@ -67,21 +68,21 @@ os.register_at_fork(after_in_child=_close_in_child)
 
 
 class Frames:
-    """Bytes as they come in, cut into bodies: four bytes of length, then as many bytes."""
+    """Received bytes, split into bodies: four bytes of length, then as many bytes."""
 
     def __init__(self, limit: int) -> None:
         self.limit = limit
         self._data = bytearray()
 
     def add(self, data: bytes) -> None:
-        """Take in what was received."""
+        """Append received bytes."""
         self._data += data
 
     def take(self) -> bytes | None:
-        """Return the next body, or None while it is not whole.
+        """Return the next body, or None while it is incomplete.
 
         Raises:
-            ChannelClosed: It would be too long; nothing of that length is ever kept.
+            ChannelClosed: It would be too long; nothing of that length is ever stored.
         """
         if len(self._data) < _LENGTH.size:
             return None
@@ -115,7 +116,7 @@ def _hash(key: bytes, *parts: str) -> bytes:
 
 
 class Channel:
-    """One connection between launchers that know each other; it never blocks."""
+    """Connection between authenticated launchers; it never blocks."""
 
     def __init__(self, connection: socket.socket, send_key: bytes, receive_key: bytes) -> None:
         connection.setblocking(False)
@@ -138,11 +139,11 @@ class Channel:
 
     @property
     def has_unsent(self) -> bool:
-        """Return whether something waits for the peer to read."""
+        """Return whether there is data that the peer has not yet accepted."""
         return bool(self._unsent)
 
     def send(self, message: dict[str, Any]) -> None:
-        """Send, or keep for later what does not go out now.
+        """Send a message, and keep the part that cannot be sent now.
 
         Raises:
             ChannelClosed: The peer is gone, or has not read for too long.
@@ -159,7 +160,7 @@ class Channel:
         self.flush()
 
     def flush(self) -> None:
-        """Send what was kept.
+        """Send the kept data.
 
         Raises:
             ChannelClosed: The peer is gone.
@@ -173,21 +174,21 @@ class Channel:
             raise ChannelClosed(error.strerror or "the connection is broken") from None
 
     def receive(self) -> list[dict[str, Any]]:
-        """Return the messages that have come, each checked.
+        """Return the received messages after verification.
 
         Raises:
-            ChannelClosed: The peer is gone, or sent what cannot be.
+            ChannelClosed: The peer is gone, or sent something invalid.
         """
         end, messages = self._read(), self._taken()
-        if end is not None and not messages:  # what came before the end is heard first
+        if end is not None and not messages:  # messages before the end are returned first
             raise ChannelClosed(end)
         return messages
 
     def receive_one(self) -> dict[str, Any] | None:
-        """Return the next message, checked, or None; those that came with it stay for the next call.
+        """Return the next message after verification, or None; later messages are kept for the next call.
 
         Raises:
-            ChannelClosed: The peer is gone, or sent what cannot be.
+            ChannelClosed: The peer is gone, or sent something invalid.
         """
         end = self._read()
         body = self._frames.take()
@@ -196,7 +197,7 @@ class Channel:
         return None if body is None else self._checked(body)
 
     def _read(self) -> str | None:
-        """Take in what has come; return why no more will, if that is so."""
+        """Read available data; return the reason if there will be no more."""
         try:
             while True:
                 data = self._connection.recv(_READ_BYTES)
@@ -227,15 +228,15 @@ class Channel:
         return _parsed(counted[_COUNTER.size :])
 
     def close(self) -> None:
-        """End it, and forget the keys."""
+        """Close the connection, and forget the keys."""
         _open.discard(self)
         self._connection.close()
         self._send_key = self._receive_key = b""
 
 
 def _probe(connection: socket.socket) -> None:
-    """Let the kernel notice that the other side is gone: a launcher that imports, or has not begun, sends no beats."""
-    with suppress(OSError, AttributeError):  # names that only Linux has
+    """Enable keep-alive in the kernel: a launcher that is importing, or has not started, sends no beats."""
+    with suppress(OSError, AttributeError):  # names that exist only on Linux
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, _PROBE_SECONDS)
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, _PROBE_SECONDS)
@@ -244,7 +245,7 @@ def _probe(connection: socket.socket) -> None:
 
 
 class _Guest:
-    """A connection whose other side has not proved itself yet."""
+    """Connection whose other side is not authenticated yet."""
 
     def __init__(self, connection: socket.socket) -> None:
         connection.setblocking(False)
@@ -255,10 +256,10 @@ class _Guest:
         connection.send(_framed(json.dumps({"nonce": self.nonce}).encode()))
 
     def advance(self, secret: bytes) -> Channel | None:
-        """Read what has come; return the channel once the guest has proved itself.
+        """Read available data; return the channel once the guest is authenticated.
 
         Raises:
-            ChannelClosed: It did not.
+            ChannelClosed: Authentication failed.
             OSError: It is gone.
         """
         data = self.connection.recv(HANDSHAKE_LIMIT_BYTES + _LENGTH.size)
@@ -281,13 +282,13 @@ class _Guest:
 
 
 class Door:
-    """The listening side: lets in who knows the secret, and soon sends away all others."""
+    """Listening side: it admits peers that know the secret, and soon drops all others."""
 
     def __init__(self, family: int, address: Address, secret: bytes) -> None:
         """Listen on one address.
 
         Raises:
-            OSError: It is not this host's, or taken.
+            OSError: It is not an address of this host, or it is in use.
         """
         self._listener = socket.socket(family, socket.SOCK_STREAM)
         try:
@@ -311,7 +312,7 @@ class Door:
 
     @property
     def num_guests(self) -> int:
-        """Return how many unidentified peers are kept waiting now."""
+        """Return the current number of unauthenticated peers."""
         return len(self._guests)
 
     @property
@@ -320,7 +321,7 @@ class Door:
         return [self._listener.fileno(), *self._guests]
 
     def admit(self, most_seconds: float) -> list[Channel]:
-        """Return who has proved itself, after at most that time; what others sent is gone with them."""
+        """Return newly authenticated peers, after at most `most_seconds`; data of others is discarded."""
         poll = select.poll()
         poll.register(self._listener, select.POLLIN)
         for descriptor in self._guests:
@@ -342,7 +343,7 @@ class Door:
         for _ in range(MOST_GUESTS):
             try:
                 connection, _address = self._listener.accept()
-            except OSError:  # none is left, or no descriptor is free
+            except OSError:  # no further connection, or no free descriptor
                 return
             try:
                 self._guests[connection.fileno()] = _Guest(connection)
@@ -368,7 +369,7 @@ class Door:
         self._guests.pop(descriptor).connection.close()
 
     def close(self) -> None:
-        """Listen no more. Who came in stays."""
+        """Stop listening. Accepted connections are kept."""
         _open.discard(self)
         self._listener.close()
         while self._guests:
@@ -377,11 +378,11 @@ class Door:
 
 
 def knock(family: int, address: Address, secret: bytes, *, timeout_seconds: float) -> Channel:
-    """Connect to a door, and prove to each other that both know the secret.
+    """Connect to a listener, and authenticate both sides.
 
     Raises:
-        HandshakeRefused: One of the two does not.
-        OSError: No launcher answers there within the time, for all of it together.
+        HandshakeRefused: One of the two does not know the secret.
+        OSError: No launcher replies at this address within the timeout, which is for the whole handshake.
     """
     connection = socket.socket(family, socket.SOCK_STREAM)
     deadline = time.monotonic() + timeout_seconds
@@ -410,12 +411,12 @@ def knock(family: int, address: Address, secret: bytes, *, timeout_seconds: floa
 
 
 def _is_nonce(value: object) -> TypeGuard[str]:
-    """Return whether it is one of this protocol's random numbers: nothing else goes into what is signed."""
+    """Return whether a value is one of this protocol's random numbers: nothing else is signed."""
     return isinstance(value, str) and _NONCE.fullmatch(value) is not None
 
 
 def _asked(connection: socket.socket, deadline: float) -> dict[str, Any]:
-    """Read one short message and not a byte more."""
+    """Receive one short message and not a byte more."""
     (size,) = _LENGTH.unpack(_exactly(connection, _LENGTH.size, deadline))
     if size > HANDSHAKE_LIMIT_BYTES:
         raise ChannelClosed("what answers there is no launcher of dure")
@@ -426,7 +427,7 @@ def _exactly(connection: socket.socket, count: int, deadline: float) -> bytes:
     data = b""
     while len(data) < count:
         left = deadline - time.monotonic()
-        if left <= 0:  # a byte now and then is no answer
+        if left <= 0:  # single bytes from time to time do not count as a reply
             raise TimeoutError("it does not answer in time")
         connection.settimeout(left)
         part = connection.recv(count - len(data))

@@ -1,4 +1,4 @@
-"""The connections of one launcher to others: what is sent, waited for, closed; who is lost is for the owner to say."""
+"""Connections of one launcher to others: sending, waiting, closing; a subclass handles lost nodes."""
 
 import select
 import time
@@ -9,7 +9,7 @@ from dure.launch.nodes.channel import Channel, ChannelClosed
 from dure.launch.nodes.messages import Message, encode
 
 QUIET_SECONDS = 2.5
-"""Silence of a node after which ranks that do not get on may be waiting for it."""
+"""Seconds of silence of a node after which it may be the cause of waiting ranks."""
 _FLUSH_SECONDS = 5.0
 
 
@@ -21,7 +21,7 @@ class Links(ABC):
 
     @abstractmethod
     def _lose(self, rank: int, why: str) -> None:
-        """Take note that a node is gone."""
+        """Handle the loss of a node."""
 
     @property
     def descriptors(self) -> list[int]:
@@ -30,12 +30,12 @@ class Links(ABC):
 
     @property
     def is_one_quiet(self) -> bool:
-        """Return whether a node has said nothing for longer than it should."""
+        """Return whether a node has been silent for longer than it should."""
         now = time.monotonic()
         return any(now - channel.last_heard > QUIET_SECONDS for channel in self._channels.values())
 
     def send(self, rank: int, message: Message) -> None:
-        """Send to one node; a message that is too long stays here."""
+        """Send to one node; a message that is too long is not sent."""
         if rank not in self._channels:
             return
         try:
@@ -50,14 +50,14 @@ class Links(ABC):
             self.send(rank, message)
 
     def sleep(self, most_seconds: float) -> None:
-        """Wait until something comes, at most so long."""
+        """Wait until data arrives, at most `most_seconds`."""
         poll = select.poll()
         for descriptor in self.descriptors:
             poll.register(descriptor, select.POLLIN)
         poll.poll(most_seconds * 1000)
 
     def close(self) -> None:
-        """Say what is still to be said, and leave."""
+        """Send remaining data, and close all connections."""
         deadline = time.monotonic() + _FLUSH_SECONDS
         while any(channel.has_unsent for channel in self._channels.values()) and time.monotonic() < deadline:
             for rank, channel in list(self._channels.items()):

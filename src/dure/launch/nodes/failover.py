@@ -1,6 +1,6 @@
 """Failover of a node that cannot reach its run's leader: it rejoins, or takes the lead.
 
-To both sides a cut cable looks like a lost node. The lease in the run's folder tells them apart: while it is renewed,
+On both sides a cut cable looks like a lost node. The lease in the run's folder distinguishes them: while it is renewed,
 the leader lives, and this node was cut off.
 """
 
@@ -20,9 +20,9 @@ from dure.launch.nodes.secret import read_secret
 
 _LOOK_SECONDS = 0.1
 _KNOCK_SECONDS = 2.0
-"""Time for one attempt to reach the leader: three round trips, of 0.6 s each between hosts that are far apart.
+"""Timeout in seconds of one attempt to reach the leader: three round trips, of 0.6 s each between distant hosts.
 
-The lease is not watched meanwhile, which delays by as much what follows from the end of a leader that answers no more.
+The lease is not watched meanwhile, so the reaction to an unresponsive leader's end is delayed by as much.
 """
 _ANSWER_SECONDS = 5.0
 _BETWEEN_SECONDS = 1.0
@@ -30,9 +30,9 @@ _BETWEEN_SECONDS = 1.0
 _OTHERS_SECONDS = 4.0
 """Seconds that a new leader waits for the nodes that lost the same leader."""
 NOBODY = -1
-"""Node rank of a leader that is not known."""
+"""Node rank of an unknown leader."""
 _GONE_SECONDS = 2.0
-"""Time without a lease, in a folder that can be read, after which the leader has ended the run."""
+"""Seconds without a lease, in a readable folder, after which the leader has ended the run."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,16 +40,16 @@ class FailoverResult:
     """Result of a failover."""
 
     keeps_memory: bool
-    """True if the snapshots in memory here are of the state that the run goes on from."""
+    """True if the snapshots in memory here are of the state from which the run continues."""
     expected: set[int]
     """Nodes that may rejoin, if this node leads now; otherwise empty."""
     patience_seconds: float = 0.0
-    """Seconds that this node waits for them."""
+    """Seconds for which this node waits for them."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class LeaderFailover:
-    """Way of a node back into its run."""
+    """Return of a node to its run after it has lost the leader."""
 
     said: Join
     """Message with which this node joins."""
@@ -57,20 +57,20 @@ class LeaderFailover:
     """Folder of the run."""
     secret_file: Path | None
     port: int
-    """Port at which this node admits others, should it lead."""
+    """Port at which this node admits others if it leads."""
     timeout_seconds: float
     how_ended: Callable[[], str | None]
-    """Function that returns how the run ended, by its record; None while it goes on."""
+    """Function that returns how the run ended, according to its record; None while it goes on."""
     on_wait: Callable[[str], None]
-    """Callback that gets a sentence about what this node waits for."""
+    """Callback for a sentence about the reason why this node waits."""
     on_lead: Callable[[], None]
     """Callback for when this node takes the lead."""
 
     def go(self, nodes: Nodes, is_stopped: Callable[[], bool]) -> FailoverResult | None:
-        """Come back to the run or lead it; the ranks here have ended. None when it does not go on here.
+        """Rejoin the run or lead it; the ranks here have ended. Returns None if it does not continue here.
 
         Args:
-            nodes: All of them, as this node knew them.
+            nodes: All nodes, as known to this node.
             is_stopped: Whether this node was asked to stop meanwhile.
         """
         lease, why = nodes.lease, nodes.news.shaken or "another node leads the run"
@@ -102,7 +102,7 @@ class LeaderFailover:
                             f"{self.timeout_seconds:g} s (--rendezvous-timeout)"
                         )
                     if (way := self._come(nodes, lease, found)) is not None:
-                        # what an old leader's ranks did last may have been when another led
+                        # the last work of an old leader's ranks may have been done while another led
                         return replace(way, keeps_memory=way.keeps_memory and not was_leader)
             gone_since = None if not lease.is_given_up() else gone_since or time.monotonic()
             is_gone = gone_since is not None and time.monotonic() - gone_since > _GONE_SECONDS
@@ -111,7 +111,7 @@ class LeaderFailover:
                 nodes.lost = f"{why}; meanwhile {ended or 'the run was ended before it had begun to train'}"
                 return None
             if is_free and found is not None:
-                # a term that was begun, and of which nothing came, is over as well
+                # a term that was begun without any renewal is over as well
                 last = None if is_second else max(lease.term, found.term)
                 if (way := self._lead(nodes, lease, set(old), last)) is not None or nodes.lost:
                     return way
@@ -127,7 +127,7 @@ class LeaderFailover:
         return None
 
     def _come(self, nodes: Nodes, lease: Lease, leader: Leader) -> FailoverResult | None:
-        """Knock where the leader is; None when it does not open now."""
+        """Connect to the leader; None if it does not admit this node now."""
         try:
             family, address = _address(leader.address, leader.port)
             secret = read_secret(self.secret_file, host=leader.address, may_make=False)
@@ -148,7 +148,7 @@ class LeaderFailover:
         return FailoverResult(keeps_memory=welcome.keeps_memory, expected=set())
 
     def _lead(self, nodes: Nodes, lease: Lease, old: set[int], ended: int | None) -> FailoverResult | None:
-        """Take over, if no other was sooner and this node can listen."""
+        """Take the lead, if no other node was faster and this node can listen."""
         own = nodes.own_address
         if not lease.claim(nodes.me.node_rank, own, self.port, after=ended):
             lease.look_anew()
@@ -176,7 +176,7 @@ def _address(host: str, port: int) -> tuple[int, Address]:
 def _answer(channel: Channel) -> Message | None:
     deadline = time.monotonic() + _ANSWER_SECONDS
     while time.monotonic() < deadline:
-        # what came with the answer is heard once this node follows
+        # further messages are handled once this node follows
         if (data := channel.receive_one()) is not None:
             with suppress(ValueError):
                 return decode(data)

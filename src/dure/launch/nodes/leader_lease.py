@@ -1,9 +1,9 @@
-"""Lease of the leader of a run on several hosts, in the run's folder: a cut cable looks alike on both sides.
+"""Lease of the leader of a multi-node run, in the run's folder: it distinguishes a dead leader from a cut cable.
 
-The leader writes a counter twice a second. Who cannot reach it looks whether the counter still moves, by its own clock:
-clocks of hosts are never compared. If it does, that node was cut off, and waits. If it does not, the node takes over by
-creating the file of the next term, which only one can. An old leader that comes back sees that file before it starts
-ranks or completes a checkpoint.
+The leader writes a counter twice a second. A node that cannot reach it checks by its own clock whether the counter
+still moves: clocks of hosts are never compared. If it does, that node was cut off, and waits. If it does not, the node
+takes over by creating the file of the next term, which only one can. An old leader that comes back sees that file
+before it starts ranks or completes a checkpoint.
 """
 
 import json
@@ -23,7 +23,7 @@ _LEASE = "lease.json"
 _LEASE_BYTES = 1024
 RENEW_SECONDS = 0.5
 STALE_SECONDS = 2.0
-"""Time without a change of the lease after which the run has no leader."""
+"""Seconds without a change of the lease after which the run has no leader."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,10 +40,10 @@ class Leader:
 
 
 class Lease:
-    """One node's view of who leads."""
+    """One node's view of the lease."""
 
     def __init__(self, run: Path) -> None:
-        """Look at a run's folder; nothing is written yet."""
+        """Open the lease in a run's folder; nothing is written yet."""
         self.folder = run / FOLDER
         self.term = 0
         """Term in which this node leads or follows."""
@@ -58,13 +58,13 @@ class Lease:
     # --- leading
 
     def claim(self, node_rank: int, address: str, port: int, *, after: int | None = None) -> bool:
-        """Become the leader of the next term; False when another was sooner.
+        """Become the leader of the next term; return False if another was faster.
 
         Args:
-            node_rank: This node's.
-            address: At which others reach it.
-            port: At which it lets them in.
-            after: The term that ended; None: whatever is there, at the start of a run.
+            node_rank: Rank of this node.
+            address: Address at which others reach it.
+            port: Port at which it admits them.
+            after: Term that ended; None for any, at the start of a run.
         """
         term = (newest_term(self.folder.parent) if after is None else after) + 1
         if not begin_term(self.folder.parent, term):
@@ -77,7 +77,7 @@ class Lease:
         return True
 
     def renew(self, round_number: int) -> None:
-        """Say that this node still leads, if it is time, and notice whether it does."""
+        """Renew the lease if it is due, and check whether this node still leads."""
         if self._mine is None or time.monotonic() < self._next:
             return
         self._next = time.monotonic() + RENEW_SECONDS
@@ -86,8 +86,8 @@ class Lease:
             return
         self._counter += 1
         told = json.dumps({**self._mine, "counter": self._counter, "round": round_number})
-        with suppress(OSError):  # a disk that is full or away for a while is no reason to end
-            # over the old one: that needs no room, and a reader takes what it cannot parse for no news
+        with suppress(OSError):  # a disk that is temporarily full or missing is no reason to end
+            # in place: that needs no space, and readers ignore contents that they cannot parse
             descriptor = open_own(self.folder / _LEASE, os.O_WRONLY | os.O_CREAT)
             try:
                 os.pwrite(descriptor, told.ljust(_LEASE_BYTES).encode(), 0)
@@ -99,7 +99,7 @@ class Lease:
         return newest_term(self.folder.parent) > self.term
 
     def give_up(self) -> None:
-        """Lead no more: the run is over."""
+        """Remove the lease: the run is over."""
         if self._mine is not None and not self.is_taken():
             with suppress(OSError):
                 (self.folder / _LEASE).unlink()
@@ -108,7 +108,7 @@ class Lease:
     # --- watching
 
     def read(self) -> Leader | None:
-        """Return who leads, or led last."""
+        """Return the current or last leader."""
         try:
             told = read_json(self.folder / _LEASE)
             numbers = {name: int(told[name]) for name in ("node_rank", "port", "counter", "round")}
@@ -122,7 +122,7 @@ class Lease:
         return newest_term(self.folder.parent) > 0
 
     def is_given_up(self) -> bool:
-        """Return whether a leader has taken its lease away: not whether it cannot be read, which says nothing."""
+        """Return whether a leader has removed its lease; False if it merely cannot be read, which proves nothing."""
         try:
             os.stat(self.folder / _LEASE)
         except FileNotFoundError:
@@ -132,7 +132,7 @@ class Lease:
         return False
 
     def unchanged_seconds(self) -> float:
-        """Return how long this node has seen no news of the leader; to be asked again and again."""
+        """Return for how many seconds the lease has not changed, as observed by repeated calls."""
         found, now = self.read(), time.monotonic()
         if found is not None and (found.term, found.counter) != self._seen:
             self._seen, self._seen_at = (found.term, found.counter), now
@@ -141,16 +141,16 @@ class Lease:
         return now - self._seen_at
 
     def look(self) -> None:
-        """Take the term that is now for this node's."""
+        """Adopt the current term as this node's."""
         self.term = max(self.term, newest_term(self.folder.parent))
 
     def look_anew(self) -> None:
-        """Begin to watch now."""
+        """Restart the observation now."""
         self._seen, self._seen_at = None, 0.0
 
 
 def live_leader(run: Path) -> Leader | None:
-    """Return who leads a run that goes on now; takes a moment where it had a leader before."""
+    """Return the leader of a run in progress; takes a moment if it had a leader before."""
     lease = Lease(run)
     before = lease.read()
     deadline = time.monotonic() + STALE_SECONDS

@@ -1,4 +1,4 @@
-"""Hosts of a run, and which of them leads."""
+"""Present nodes of a run, and their leader."""
 
 from collections.abc import Sequence
 
@@ -7,7 +7,7 @@ from dure.launch.nodes.member import Member
 
 
 class Membership:
-    """The nodes of a run that are there, as one of them knows them."""
+    """Nodes of a run that are present, as known to one of them."""
 
     def __init__(
         self,
@@ -19,15 +19,15 @@ class Membership:
         most: int | None = None,
         leader: int = 0,
     ) -> None:
-        """Know who has met.
+        """Set the nodes that have met.
 
         Args:
             me: This node.
-            members: All that are there, this one too.
-            own_address: On the way to the leader.
-            fewest: Nodes without which the run does not go on; fewer than `most`: it goes on without some.
-            most: Nodes that there may be.
-            leader: Its node rank.
+            members: All nodes that are present, including this one.
+            own_address: Address on the route to the leader.
+            fewest: Minimum number of nodes; the run is elastic if it is less than `most`.
+            most: Maximum number of nodes.
+            leader: Node rank of the leader.
         """
         self.me = me
         self.members = tuple(members)
@@ -43,22 +43,22 @@ class Membership:
 
     @property
     def is_elastic(self) -> bool:
-        """Return whether the run goes on without some of its nodes."""
+        """Return whether the run continues without some of its nodes."""
         return self.fewest < self.most
 
     @property
     def is_alone(self) -> bool:
-        """Return whether the run is on this host only, and will be."""
+        """Return whether the run is, and will be, on this host only."""
         return self.most == 1
 
     @property
     def world_size(self) -> int:
-        """Ranks of the nodes that are there."""
+        """Number of ranks of the present nodes."""
         return sum(member.num_ranks for member in self.members)
 
     @property
     def first_rank(self) -> int:
-        """The first of this node's ranks: the leader's come first, and then the others' in the order of nodes."""
+        """First of this node's ranks: the leader's ranks come first, then those of the others in the order of nodes."""
         own = [member.node_rank for member in self.members].index(self.me.node_rank)
         return sum(member.num_ranks for member in self.members[:own])
 
@@ -69,11 +69,11 @@ class Membership:
 
     @property
     def interface(self) -> str | None:
-        """Return the network interface that has this node's address, as gloo and NCCL want it named."""
+        """Return the network interface with this node's address, as gloo and NCCL need it."""
         return None if len(self.members) == 1 else interface_of(self.own_address)
 
     def member(self, node_rank: int) -> Member:
-        """Return a node that is there."""
+        """Return a present node by its rank."""
         return next(member for member in self.members if member.node_rank == node_rank)
 
     def node_of(self, rank: int) -> Member:
@@ -85,5 +85,5 @@ class Membership:
         raise IndexError(rank)
 
     def take_in(self, members: Sequence[Member]) -> None:
-        """Let the next round be of these nodes; rank 0, whose store all meet in, is on the leader."""
+        """Set the nodes of the next round; rank 0, whose store all ranks use, is on the leader."""
         self.members = tuple(sorted(members, key=lambda one: (one.node_rank != self.leader, one.node_rank)))

@@ -1,4 +1,4 @@
-"""Messages between the launchers of a run: one record per kind, and their way into plain values and back."""
+"""Messages between the launchers of a run: one record per kind, and their conversion to and from plain values."""
 
 import json
 import socket
@@ -20,49 +20,49 @@ from dure.launch.nodes.member import Member
 from dure.process.round_orders import RoundPlan
 
 _LONGEST_TEXT = 3000
-"""Longest traceback in a message, in characters; the whole one is in the log of its own node."""
+"""Maximum characters of a traceback in a message; the whole one is in the log of its own node."""
 _MOST_FRAMES = 32
 
 
 @dataclass(frozen=True, kw_only=True)
 class Join:
-    """Introduction of a node that comes."""
+    """Introduction of a joining node."""
 
     num_nodes: Text
-    """Nodes of the run, as the user gives them."""
+    """Number of nodes of the run, as the user gives it."""
     node_rank: Count
     host: Text
     num_ranks: Count
     round: Step = -1
-    """Number of the last round that it took part in; -1 if it has not been there before."""
+    """Number of the last round in which it took part; -1 if there is none."""
     facts: Mapping[str, Any]
-    """Facts that must be the same on all nodes, by their names in words."""
+    """Facts that must be the same on all nodes, by their names in messages."""
     time: Time = 0.0
-    """Time at which it was sent, by the clock of its node."""
+    """Time of sending, by the clock of its node."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Welcome:
-    """Answer of the leader to a node that may take part."""
+    """Reply of the leader to an admitted node."""
 
     leader: Count
     members: tuple[Member, ...]
     folder: Text | None = None
-    """Folder of the run, if it is under way."""
+    """Folder of the run, if it is in progress."""
     term: Count = 0
     """Term of the leader."""
     keeps_memory: Flag = False
-    """True if the snapshots in memory of that node are of the state that the run goes on from."""
+    """True if that node's snapshots in memory are of the state from which the run continues."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Later:
-    """Answer of the leader to a node that has to try again."""
+    """Reply of the leader to a node that has to try again."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Refused:
-    """Reason why a node does not go on."""
+    """Reason why a node does not continue."""
 
     message: Text
     code: Count
@@ -76,7 +76,7 @@ class Beat:
 
 @dataclass(frozen=True, kw_only=True)
 class Gather:
-    """Value of one node, for all."""
+    """Value of one node for an exchange among all."""
 
     value: Any
 
@@ -90,24 +90,24 @@ class Gathered:
 
 @dataclass(frozen=True, kw_only=True)
 class Ready:
-    """Word of a node that has imported what its ranks need."""
+    """Notice that a node has imported what its ranks need."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Round:
-    """Begin of a round."""
+    """Start of a round."""
 
     number: Count
     port: Count
     """Port of its store, on the leader."""
     members: tuple[Member, ...]
-    """Nodes that take part."""
+    """Participating nodes."""
     plan: RoundPlan
 
 
 @dataclass(frozen=True, kw_only=True)
 class Signal:
-    """Stop signal that a node got."""
+    """Stop signal received by a node."""
 
     number: Annotated[int, Field(strict=True, ge=1, lt=NSIG)]
     ordinal: Count
@@ -116,7 +116,7 @@ class Signal:
 
 @dataclass(frozen=True, kw_only=True)
 class Ending:
-    """Word that the first ranks of a node have ended."""
+    """Notice that the first ranks of a node have ended."""
 
     why: Text
     """`failed`, `stopped` or `ended`."""
@@ -127,17 +127,17 @@ class End:
     """End of one rank."""
 
     end: Mapping[str, Any]
-    """Record of it, as `end_to_json` returns it."""
+    """Record of the end, as returned by `end_to_json`."""
     node_rank: Count | None = None
     """Node of the rank; None if it is the sender's."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Done:
-    """Word that all ranks of a node have ended."""
+    """Notice that all ranks of a node have ended."""
 
     steps: Mapping[int, Step]
-    """Step in which each was, by rank."""
+    """Step of each rank at its end, by rank."""
     has_snapshots: Flag
     """True if they have left snapshots in memory."""
 
@@ -147,7 +147,7 @@ class Over:
     """End of the run."""
 
     refusal: Text | None = None
-    """Reason why the ranks were not started once more, where there is more to say than the failure."""
+    """Reason why the ranks were not restarted, if it is not only the failure."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -156,7 +156,7 @@ class Lost:
 
     text: Text
     is_fatal: Flag
-    """True if the run does not go on either."""
+    """True if the run does not continue either."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -168,50 +168,50 @@ class Look:
 
 @dataclass(frozen=True, kw_only=True)
 class LookWish:
-    """Request of a node that all be probed."""
+    """Request of a node to probe all ranks."""
 
     seconds: Time
-    """Time for which no step has finished."""
+    """Seconds for which no step has finished."""
     only_if_waited: Flag
-    """True if it is no hang where no rank waits for another."""
+    """True if it is no hang unless a rank waits for another."""
     is_confirmed: Flag
-    """True if a certain verdict takes a second look."""
+    """True if a second probe must confirm a certain verdict."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class State:
-    """State of one rank, found in a look."""
+    """State of one rank, found in a probe."""
 
     number: Count
-    """Number of the look."""
+    """Number of the probe."""
     state: RankState
 
 
 @dataclass(frozen=True, kw_only=True)
 class Looked:
-    """Word that a node has sent the states of all its ranks."""
+    """Notice that a node has sent the states of all its ranks."""
 
     number: Count
-    """Number of the look."""
+    """Number of the probe."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Hang:
-    """Verdict over the ranks of all nodes."""
+    """Verdict on the ranks of all nodes."""
 
     text: Text
     culprits: tuple[Rank, ...]
     is_certain: Flag
     acts: Flag
-    """True if the ranks are to be ended."""
+    """True if the ranks will be ended."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class NoHang:
-    """Result of a look that was no hang."""
+    """Result of a probe that found no hang."""
 
     seconds: Time
-    """Time for which no step had finished."""
+    """Seconds for which no step had finished."""
 
 
 LookMessage = Look | LookWish | State | Looked | Hang | NoHang
@@ -228,10 +228,10 @@ def encode(message: Message) -> dict[str, Any]:
 
 
 def decode(data: Mapping[str, Any]) -> Message:
-    """Rebuild a message from `encode`'s answer, which a peer may have made of anything.
+    """Rebuild a message from the result of `encode`; a peer may have sent anything.
 
     Raises:
-        DocumentInvalid: It is none; says why.
+        DocumentInvalid: It is not a message; the error has the reason.
     """
     kind = data.get("kind")
     if not isinstance(kind, str) or kind not in _KINDS:
@@ -243,7 +243,7 @@ def decode(data: Mapping[str, Any]) -> Message:
 
 
 def refusal_of(error: BaseException) -> Refused:
-    """Return the message by which a node tells the others why it does not go on."""
+    """Return the message that informs other nodes why this one does not continue."""
     if isinstance(error, DureError):
         return Refused(message=str(error)[:_LONGEST_TEXT], code=error.exit_code)
     what = "was stopped" if isinstance(error, KeyboardInterrupt) else f"ended by {type(error).__name__}"
@@ -251,7 +251,7 @@ def refusal_of(error: BaseException) -> Refused:
 
 
 def refused_error(refused: Refused) -> DureError:
-    """Return what another node refused, as an error of this one."""
+    """Return another node's refusal as an error of this one."""
     text, code = refused.message, refused.code
     if code == Misuse.exit_code:
         return Misuse(text)
@@ -281,10 +281,10 @@ def _cut(value: Any, longest: int) -> Any:
 
 
 def end_from_json(told: Mapping[str, Any], node: str, clock_behind_seconds: float) -> WorkerEnd:
-    """Rebuild how a rank of another node ended, in this node's time.
+    """Rebuild the end of a rank on another node, in this node's time.
 
     Raises:
-        DocumentInvalid: It is no end of a rank.
+        DocumentInvalid: It is not the end of a rank.
     """
     end, failure = record_from_json(WorkerEnd, told), None
     if end.failure is not None:

@@ -1,8 +1,8 @@
-"""The other launchers of a run on several hosts, while it goes on: what they say, whether they are there, how it ends.
+"""Other launchers of a multi-node run in progress: their messages, their presence, and their ends.
 
-One node leads, node 0 unless it was lost, and is the middle of a star: what one node says and all must know, it passes
-on. A run has rounds: all ranks of the nodes that are there start together and end together. Nothing here waits for a
-node that does not answer longer than `silence_seconds`.
+One node leads, node 0 unless it was lost, and is the centre of a star: it passes on messages of one node to all others.
+A run has rounds: all ranks of the present nodes start together and end together. Nothing here waits for an unresponsive
+node for longer than `silence_seconds`.
 """
 
 import socket
@@ -29,21 +29,21 @@ __all__ = ["Member", "Nodes", "StoppedByPeer"]
 
 BEAT_SECONDS = 1.0
 SILENCE_SECONDS = 15.0
-"""Silence after which a node counts as lost, in a run that needs all."""
+"""Seconds of silence after which a node counts as lost, in a run that needs all."""
 LOST_SECONDS = 13.0
-"""The same where the others go on without it: the whole must be over within 15 s."""
+"""The same in a run that continues without it: the whole must be over within 15 s."""
 LEADER_LOST_SECONDS = 10.5
-"""Silence of the leader after which a node's ranks are ended: before the others go on without them.
+"""Seconds of silence of the leader after which a node's ranks are ended: before the others continue without them.
 
-Where a cut lets one direction through, that node hears one more beat than the leader, and the leader one less: the two
+If a cut blocks one direction only, that node receives one more beat than the leader, and the leader one less: the two
 limits are more than two beats apart.
 """
 _PREPARATION_SECONDS = 600.0
-"""Limit before the ranks run: a launcher that imports sends nothing for a while."""
+"""Limit in seconds before the ranks run: a launcher that is importing sends nothing for a while."""
 
 
 class Nodes(Membership, Links):
-    """All nodes of a run, as one of them sees them."""
+    """All nodes of a run, as known to one of them."""
 
     def __init__(
         self,
@@ -61,39 +61,42 @@ class Nodes(Membership, Links):
 
         Args:
             me: This node.
-            members: All that are there, this one too.
-            channels: Of the leader: to each other node; of the others: to the leader.
-            own_address: On the way to the leader.
-            fewest: Nodes without which the run does not go on; fewer than `most`: it goes on without some.
-            most: Nodes that there may be.
-            reception: Where nodes come in while the run goes on, on the leader.
-            leader: Its node rank.
+            members: All nodes that are present, including this one.
+            channels: On the leader: channels to the other nodes; on these: the one to the leader.
+            own_address: Address on the route to the leader.
+            fewest: Minimum number of nodes; the run is elastic if it is less than `most`.
+            most: Maximum number of nodes.
+            reception: Listener for nodes that join during the run, on the leader.
+            leader: Node rank of the leader.
         """
         Membership.__init__(self, me, members, own_address=own_address, fewest=fewest, most=most, leader=leader)
         Links.__init__(self, channels)
         self.reception = reception
         self.lease: Lease | None = None
-        """Lease by which nodes that cannot reach each other agree on the leader; None before there is a run folder."""
+        """Lease by which nodes without a connection agree on the leader; None before there is a run folder."""
         self.round = -1
         """Number of the last round whose ranks were started here."""
         self.lost: str | None = None
-        """Sentence about a node that went away, if the run does not go on without it."""
+        """Sentence about a lost node, if the run does not continue without it."""
         self.refusal: DureError | None = None
-        """Reason why another node does not go on."""
+        """Reason why another node does not continue."""
         self.over: messages.Over | None = None
         """Final message of the leader; None while the run goes on."""
         self.is_under_way = False
-        """True once the nodes have met in the run's folder; from then on, the run can go on without a node if enough
-        are left."""
+        """True once the nodes have met in the run's folder; from then on, the run can continue without a node if enough
+        are left.
+        """
         self.has_lost_leader = False
         self.is_new_leader = self.is_outdated = False
-        """True for `is_new_leader` if this node has taken the lead and begun no round, for `is_outdated` if a node came
-        that has gone on for longer."""
+        """`is_new_leader`: this node has taken the lead and begun no round. `is_outdated`: a node joined that has
+        continued for longer.
+        """
         self.folder: str | None = None
-        """Folder of the run, if this node came to a run that had begun."""
+        """Folder of the run, if this node joined a run in progress."""
         self.silence_seconds: float | None = None
-        """Seconds of silence after which a node is lost; None for `SILENCE_SECONDS`, or less if the run can go on
-        without it."""
+        """Seconds of silence after which a node is lost; None for `SILENCE_SECONDS`, or less if the run can continue
+        without it.
+        """
         self.next_round: messages.Round | None = None
         """Leader's message about the next round; None if there is none yet."""
         self.news = RoundNews()
@@ -101,7 +104,7 @@ class Nodes(Membership, Links):
         """Stop signals as pairs: the signal's number, and its ordinal on the node that received it."""
         self._told_signals = 0
         self.is_stopping = False
-        """True if a stop signal has come: ranks are not ended any more for nodes that come."""
+        """True once a stop signal has arrived: ranks are not ended any more for joining nodes."""
         self._is_running = False
         self._gathered: dict[int, list[Any]] = {}
         self._answers: list[list[Any]] = []
@@ -117,12 +120,12 @@ class Nodes(Membership, Links):
 
     @property
     def is_over(self) -> bool:
-        """Return whether the leader has said that this is the end."""
+        """Return whether the leader has announced the end."""
         return self.over is not None
 
     @property
     def why_lost(self) -> str | None:
-        """Return the sentence about a node that went away or did not go on."""
+        """Return the sentence about a node that is lost or does not continue."""
         return str(self.refusal) if self.lost is None and self.refusal is not None else self.lost
 
     def __enter__(self) -> Self:
@@ -131,19 +134,19 @@ class Nodes(Membership, Links):
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, frames: TracebackType | None
     ) -> None:
-        """Leave; the others are told if it is because this node does not go on."""
+        """Leave; the others are informed if it is because this node does not continue."""
         goes_on_without = self.is_elastic and self.is_under_way
         if error is not None and not self.is_over and self.refusal is None and not goes_on_without:
             self.send_to_all(refusal_of(error))
         self.close()
 
-    # --- what all say to all
+    # --- exchange among all nodes
 
     def gather(self, mine: Any) -> list[Any]:
-        """Return what every node said, by node; all nodes must ask the same number of times.
+        """Return the values of all nodes, by node; all nodes must call this the same number of times.
 
         Raises:
-            DureError: A node went away, or does not go on.
+            DureError: A node is lost, or does not continue.
             StoppedByPeer: A node was asked to stop.
         """
         deadline = time.monotonic() + _PREPARATION_SECONDS
@@ -168,7 +171,7 @@ class Nodes(Membership, Links):
             self.pump()
 
     def watch(self) -> None:
-        """Expect a message from every node each second, from here on."""
+        """Expect a message from every node each second from now on."""
         if not self._is_running:
             self._is_running = True
             for channel in self._channels.values():
@@ -177,7 +180,7 @@ class Nodes(Membership, Links):
     # --- rounds
 
     def open_round(self, port: int, plan: RoundPlan) -> None:
-        """Tell all that a round begins, on the leader, and what is planned for it."""
+        """Announce the next round and its plan to all nodes, on the leader."""
         self.round += 1
         self.is_new_leader = self.is_outdated = False
         message = messages.Round(number=self.round, port=port, members=self.members, plan=plan)
@@ -188,7 +191,7 @@ class Nodes(Membership, Links):
         self.watch()
 
     def enter_round(self) -> messages.Round:
-        """Take over what the leader said of the next round."""
+        """Apply the leader's message about the next round."""
         told, self.next_round = self.next_round, None
         assert told is not None
         self.round = told.number
@@ -196,7 +199,7 @@ class Nodes(Membership, Links):
         return told
 
     def shake(self, text: str) -> None:
-        """End this round on all nodes, so that the next one begins with those that are there then."""
+        """End this round on all nodes, so that the next one begins with the nodes present then."""
         if self.news.shaken is None:
             self.news.shaken = text
             if self.is_leader:
@@ -205,11 +208,11 @@ class Nodes(Membership, Links):
     def finish_round(
         self, ends: Sequence[WorkerEnd], steps: Mapping[int, int], tick: Callable[[], bool], *, has_snapshots: bool
     ) -> None:
-        """Say how this node's ranks ended; the leader waits for all that are there.
+        """Report how this node's ranks ended; the leader waits for all present nodes.
 
         Args:
-            ends: This node's.
-            steps: The step that each of its ranks was in.
+            ends: Ends of this node's ranks.
+            steps: Step of each of its ranks.
             tick: Called while waiting; False gives up.
             has_snapshots: Whether its ranks have left snapshots in memory.
         """
@@ -227,11 +230,11 @@ class Nodes(Membership, Links):
             self.pump()
 
     def others(self) -> set[int]:
-        """Return the node ranks of the others that are there and can be reached."""
+        """Return the node ranks of the other nodes that are present and reachable."""
         return {member.node_rank for member in self.members} & self._channels.keys()
 
     def tell_outcome(self, refusal: str | None) -> None:
-        """Tell all how the ranks of all ended, and that this is the end; on the leader."""
+        """Send all nodes the ends of all ranks, and the end of the run; on the leader."""
         for other in list(self._channels):
             for rank, ends in self.news.ends_of.items():
                 for end in ends if rank != other else ():
@@ -240,7 +243,7 @@ class Nodes(Membership, Links):
         self.send_to_all(self.over)
 
     def begin_anew(self) -> None:
-        """Go back to before ranks ran, when all have heard how they ended: they may gather again, and run others."""
+        """Return to the state before ranks ran, once all know how they ended: they may gather again, and run others."""
         self.is_under_way = self._is_running = False
         self.next_round = self.over = None
         self.ready.clear()
@@ -255,10 +258,10 @@ class Nodes(Membership, Links):
         return own if self.reception is None else [*own, *self.reception.descriptors]
 
     def pump(self) -> None:
-        """Hear what has come, say that this node is there, note who is not, and let in who comes."""
+        """Receive messages, send beats, detect lost nodes, and admit new ones."""
         now, before, self._pumped_at = time.monotonic(), self._pumped_at, time.monotonic()
         if self._is_running and before and now - before > self._patience():
-            # this host was frozen: to the others it is lost, and what they sent meanwhile is of the past
+            # this host was frozen: to the others it is lost, and their messages are outdated
             for rank in list(self._channels):
                 self._lose(rank, f"this host stood still for {now - before:.0f} s")
         for rank in list(self._channels):
@@ -281,7 +284,7 @@ class Nodes(Membership, Links):
             self._next_beat = time.monotonic() + BEAT_SECONDS
             self.send_to_all(messages.Beat())
         if self.lease is not None and not self.is_leader and self.is_one_quiet:
-            self.lease.unchanged_seconds()  # watched from here on: whether the leader lives is known sooner
+            self.lease.unchanged_seconds()  # watched from now on, so that it is known sooner whether the leader lives
         if self.lease is not None and self.is_leader:
             self.lease.renew(self.round)
             if self.lease.is_deposed and self.news.shaken is None:
@@ -297,13 +300,13 @@ class Nodes(Membership, Links):
         return LOST_SECONDS if self.is_leader else LEADER_LOST_SECONDS
 
     def exchange_signals(self, received: list[int]) -> list[int]:
-        """Tell the others of stop signals that this node got, and return those of theirs that are new here.
+        """Send the others the stop signals of this node, and return new ones of theirs.
 
-        One wish to stop may reach all launchers at once, from a cluster's scheduler: the first signal of each is one
-        wish, and only the second that one of them gets is a second wish.
+        A cluster's scheduler may send one stop request to all launchers at once. So the first signal of each launcher
+        is one request, and only the second signal at one of them is a second request.
 
         Args:
-            received: This node's so far; what is new is added.
+            received: Signals of this node so far; new ones are appended.
         """
         for ordinal in range(self._told_signals + 1, len(received) + 1):
             self.send_to_all(messages.Signal(number=int(received[ordinal - 1]), ordinal=ordinal))
@@ -318,26 +321,26 @@ class Nodes(Membership, Links):
         return fresh
 
     def tell_signal(self, number: int) -> None:
-        """Tell the others of a stop signal that a rank of this node got, and this launcher did not: the first wish."""
+        """Inform the others of a stop signal to a rank of this node, but not to this launcher: the first request."""
         self.send_to_all(messages.Signal(number=int(number), ordinal=1))
 
     def tell_ending(self, why: str) -> None:
-        """Tell the others, once, that a rank of this node has ended: theirs have only some time left."""
+        """Inform the others, once, that a rank of this node has ended: theirs have only limited time left."""
         if not self.news.has_told_ending:
             self.news.has_told_ending = True
             self.send_to_all(messages.Ending(why=why))
 
     def drop_all(self) -> None:
-        """Close all connections, and listen no more."""
+        """Close all connections, and stop listening."""
         super().drop_all()
         if self.reception is not None:
             self.reception.close()
             self.reception = None
 
-    # --- nodes that come and go
+    # --- nodes that join and leave
 
     def add(self, rank: int, channel: Channel) -> None:
-        """Know a node that has come, on the leader; it is of the next round when it says that it is ready."""
+        """Add a node that has joined, on the leader; it takes part in the next round once it is ready."""
         channel.last_heard = time.monotonic()
         self._channels[rank] = channel
 
@@ -346,19 +349,19 @@ class Nodes(Membership, Links):
         return rank == self.me.node_rank or rank in self._channels
 
     def yield_to(self, round_number: int) -> None:
-        """Take note, as a new leader, that a node which came has gone on for longer than this one."""
+        """Record, as a new leader, that a joining node has continued for longer than this one."""
         self.round, self.is_outdated = round_number, True
 
     def follow(self, channel: Channel, leader: int) -> None:
-        """Go on under a leader that let this node in."""
+        """Continue under a leader that has admitted this node."""
         channel.last_heard = time.monotonic()
         self._channels[leader], self.leader, self.own_address = channel, leader, channel.own_address
         self.has_lost_leader, self.next_round = False, None
-        self._pumped_at = 0.0  # while it looked for the leader, this host did not stand still
+        self._pumped_at = 0.0  # this host was not frozen while it searched for the leader
         self.news = RoundNews()
 
     def lead(self, reception: JoinListener) -> None:
-        """Go on as the leader, alone until others come in."""
+        """Continue as the leader, alone until others join."""
         self.drop_all()
         self.leader, self.reception, self.has_lost_leader, self.next_round = self.me.node_rank, reception, False, None
         self.ready.clear()
@@ -425,7 +428,7 @@ class Nodes(Membership, Links):
         self.send(self.leader, message)
 
     def _lose(self, rank: int, why: str) -> None:
-        """Take note that a node is gone, and tell the others."""
+        """Record that a node is lost, and inform the others."""
         channel = self._channels.pop(rank, None)
         if channel is None:
             return

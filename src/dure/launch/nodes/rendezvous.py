@@ -1,4 +1,4 @@
-"""Rendezvous of the launchers of one run: they find each other and agree on what they start."""
+"""Rendezvous of the launchers of one run: they connect and agree on what they start."""
 
 import hashlib
 import ipaddress
@@ -37,12 +37,13 @@ __all__ = ["DEFAULT_PORT", "NodeSettings", "join", "node_settings", "split_addre
 PROTOCOL = 3
 DEFAULT_TIMEOUT_SECONDS = 600.0
 LAST_CALL_SECONDS = 5.0
-"""Seconds that the nodes wait for one more, once there are enough, before a run begins."""
+"""Seconds that the nodes wait for further ones before a run begins, once there are enough."""
 _LOOK_SECONDS = 0.2
 _KNOCK_SECONDS = 5.0
 _MOST_REFUSALS = 3
-"""Refusals after which a node gives up. A few may come from a listener that is full; more show that the node does not
-know the secret."""
+"""Maximum number of refusals before a node gives up. A few may come from a listener that is full; more show that the
+node does not know the secret.
+"""
 _LONGEST_VALUE = 200
 
 
@@ -55,16 +56,16 @@ class NodeSettings:
     rendezvous: str
     """Address of node 0, as `host:port`."""
     fewest_nodes: int | None = None
-    """Number of nodes without which the run does not go on; None for all."""
+    """Minimum number of nodes; None for all."""
     secret_file: Path | None = None
     timeout_seconds: float = DEFAULT_TIMEOUT_SECONDS
     allow_public_address: bool = False
     leader: tuple[str, int] | None = None
-    """Address of the leader of a run that goes on, if it is not the rendezvous."""
+    """Address of the leader of a run in progress, if it is not the rendezvous."""
 
     @property
     def fewest(self) -> int:
-        """Nodes without which the run does not go on."""
+        """Minimum number of nodes."""
         return self.fewest_nodes or self.num_nodes
 
     @property
@@ -83,10 +84,10 @@ def node_settings(
     allow_public_address: bool,
     fewest: int | None = None,
 ) -> NodeSettings | None:
-    """Return what was said of several nodes, or None for a run on one.
+    """Return the settings for several nodes, or None for a run on one.
 
     Raises:
-        SpecInvalid: All that cannot be.
+        SpecInvalid: Settings are invalid; lists all of them.
     """
     faults = []
     if nnodes < 1:
@@ -125,17 +126,17 @@ def node_settings(
 def join(
     settings: NodeSettings | None, facts: Mapping[str, Any], num_ranks: int, *, compares_versions: bool = True
 ) -> Nodes:
-    """Meet the other nodes, and return all of them once all are there and agree.
+    """Meet the other nodes, and return all of them once all are present and agree.
 
     Args:
-        settings: Who this node is, and where they meet; None if it is the only one.
-        facts: What must be the same on all nodes, by its name in words.
+        settings: Rank of this node, and the rendezvous; None if it is the only one.
+        facts: Facts that must be the same on all nodes, by their names in messages.
         num_ranks: Ranks that this node starts.
         compares_versions: Whether versions of software are among these facts.
 
     Raises:
-        Misuse: Nodes disagree, or this one may not meet the others so.
-        EnvironmentLacks: A node did not come, or the address is not to be had here.
+        Misuse: Nodes disagree, or this one may not meet the others in this way.
+        EnvironmentLacks: A node did not join, or the address is not available here.
     """
     if settings is None:
         return Nodes.alone(num_ranks)
@@ -153,7 +154,7 @@ def join(
 
 
 def about(settings: NodeSettings, me: Member, facts: Mapping[str, Any], *, with_versions: bool = True) -> Join:
-    """Return what a node says of itself when it joins."""
+    """Return a node's join message."""
     return Join(
         num_nodes=settings.words,
         node_rank=me.node_rank,
@@ -174,12 +175,12 @@ def _all_facts(facts: Mapping[str, Any], *, with_versions: bool) -> dict[str, An
             versions[f"{package} version"] = importlib.metadata.version(package)
         except importlib.metadata.PackageNotFoundError:
             versions[f"{package} version"] = "unknown"
-    # what was called comes first: where that differs, versions are not the news
+    # the command comes first: if that differs, versions are not the main difference
     return {name: _short(value) for name, value in {**facts, **versions, **facts}.items()}
 
 
 def _short(value: Any) -> Any:
-    """Keep messages and sentences short: of what is long, its digest says whether it is the same."""
+    """Shorten a value for messages: a long one is replaced by its digest, which suffices for comparison."""
     text = json.dumps(value, default=str, sort_keys=True)
     if len(text) > _LONGEST_VALUE:
         return f"something with digest {hashlib.sha256(text.encode()).hexdigest()[:12]}"
@@ -192,7 +193,7 @@ def _short(value: Any) -> Any:
 def _receive(settings: NodeSettings, family: int, address: Address, secret: bytes, me: Member, mine: Join) -> Nodes:
     """Wait for all nodes.
 
-    Where the run needs all, the door is closed when all are in, so that no other host can connect during the run.
+    If the run needs all, the listener is closed when all have joined, so that no other host can connect during the run.
     """
     try:
         reception = JoinListener(Door(family, address, secret), mine)
@@ -220,7 +221,7 @@ def _receive(settings: NodeSettings, family: int, address: Address, secret: byte
         raise
     is_elastic = settings.fewest < settings.num_nodes
     if not is_elastic:
-        reception.close()  # who had proved itself and then said nothing goes, too
+        reception.close()  # drops authenticated peers that have not identified themselves, too
     return Nodes(
         members[0],
         members,
@@ -249,7 +250,7 @@ def _wait_for_all(settings: NodeSettings, reception: JoinListener, joined: dict[
             )
         named = reception.heard(_LOOK_SECONDS)
         for rank in [rank for rank, (_, channel) in joined.items() if _is_gone(channel)]:
-            del joined[rank]  # its launcher was ended; it may come again
+            del joined[rank]  # its launcher was ended; it may join again
         for position, (channel, said) in enumerate(named):
             try:
                 member = checked(introduced(said), reception.mine, channel)
@@ -259,7 +260,7 @@ def _wait_for_all(settings: NodeSettings, reception: JoinListener, joined: dict[
                         f"each node another --node-rank, 0 to {settings.num_nodes - 1}"
                     )
             except Misuse:
-                reception.unnamed += [one for one, _ in named[position:]]  # they are told why, too
+                reception.unnamed += [one for one, _ in named[position:]]  # they are informed too
                 raise
             joined[member.node_rank] = (member, channel)
             last_came = time.monotonic()
@@ -344,12 +345,12 @@ def _knocked(settings: NodeSettings, family: int, address: Address, secret: byte
 
 
 def _first_answer(settings: NodeSettings, channel: Channel, deadline: float) -> Welcome | None:
-    """Return what node 0 answers; None if this node has to try again."""
+    """Return node 0's reply; None if this node has to try again."""
     poll = select.poll()
     poll.register(channel, select.POLLIN)
     while True:
         poll.poll(_LOOK_SECONDS * 1000)
-        if (data := channel.receive_one()) is not None:  # what came with it is heard once this node follows
+        if (data := channel.receive_one()) is not None:  # further messages are handled once this node follows
             match decode(data):
                 case Refused() as refused:
                     raise refused_error(refused)
@@ -359,6 +360,6 @@ def _first_answer(settings: NodeSettings, channel: Channel, deadline: float) -> 
                     return None
                 case message:
                     raise DocumentInvalid(f"of kind {type(message).__name__} is no answer to a node that comes")
-        # node 0 has its own clock for this, and says who is missing
+        # node 0 has its own timeout for this, and reports the missing nodes
         if time.monotonic() > deadline + settings.timeout_seconds:
             raise EnvironmentLacks(f"node 0 at {settings.rendezvous} says nothing: see what it is at")

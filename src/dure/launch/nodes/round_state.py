@@ -1,4 +1,4 @@
-"""State of one round, as the nodes of the run report it."""
+"""State of one round, as reported by the nodes of the run."""
 
 from dataclasses import dataclass, field
 
@@ -8,7 +8,7 @@ from dure.launch.nodes.messages import LookMessage
 
 @dataclass
 class RoundNews:
-    """All that was heard of the round that runs, on one node."""
+    """Reports on the current round that one node has received."""
 
     endings: set[str] = field(default_factory=set)
     """Reports of other nodes on their first rank that ended: `failed`, `killed`, `stopped` or `ended`."""
@@ -16,7 +16,7 @@ class RoundNews:
     shaken: str | None = None
     """Reason to end this round and begin the next one with other nodes."""
     steps: dict[int, int] = field(default_factory=dict)
-    """Step in which each rank that ended was, by rank."""
+    """Step of each rank at its end, by rank."""
     ends_of: dict[int, list[WorkerEnd]] = field(default_factory=dict)
     """Ends of ranks, by node rank."""
     done: set[int] = field(default_factory=set)
@@ -28,7 +28,7 @@ class RoundNews:
 
     @property
     def ends(self) -> list[WorkerEnd]:
-        """Return how ranks of all nodes ended, as far as it is known here."""
+        """Return how ranks of all nodes ended, as far as known here."""
         return [end for node_rank in sorted(self.ends_of) for end in self.ends_of[node_rank]]
 
     @property
@@ -37,6 +37,6 @@ class RoundNews:
         return any(step > 0 for step in self.steps.values())
 
     def take_looks(self) -> list[tuple[int, LookMessage]]:
-        """Return what nodes said of looking, each once; see `launch/rounds/node_hang_survey.py`."""
+        """Return the nodes' messages about probes, each once; see `launch/rounds/node_hang_survey.py`."""
         taken, self.looks = self.looks, []
         return taken

@@ -1,4 +1,4 @@
-"""The secret that launchers of one run on several hosts have in common: a file that only its owner can read."""
+"""Shared secret of the launchers of a multi-node run: a file that only its owner can read."""
 
 import os
 import secrets
@@ -16,21 +16,21 @@ _PATIENCE_SECONDS = 10.0
 
 
 def default_file() -> Path:
-    """Return where the secret is when no place is named."""
+    """Return the path of the secret if none is given."""
     return Path(os.environ.get("XDG_CONFIG_HOME") or Path.home() / ".config") / "dure" / "secret"
 
 
 def read_secret(file: Path | None, *, host: str, may_make: bool, patience_seconds: float = _PATIENCE_SECONDS) -> bytes:
-    """Return the secret; the first node makes it where there is none.
+    """Return the secret; the first node creates it if there is none.
 
     Args:
-        file: Where it is; None: the default place.
-        host: Node 0's, for the sentence that says where to copy it from.
+        file: Path of the secret; None for the default.
+        host: Host of node 0, for the message about where to copy it from.
         may_make: Whether this is node 0.
-        patience_seconds: How long to wait for a file that is not there.
+        patience_seconds: Seconds to wait for a missing file.
 
     Raises:
-        Misuse: It is missing, too short, or others can read it.
+        Misuse: It is missing, too short, or readable by others.
     """
     path = (file or default_file()).expanduser()
     if may_make:
@@ -52,14 +52,14 @@ def _make(path: Path) -> None:
         return
     try:
         path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-        # under another name first, so that no other launcher reads half of it
+        # first under a temporary name, so that no other launcher reads half of it
         temporary = path.with_name(f".{path.name}.{os.getpid()}")
         descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
         try:
             os.write(descriptor, f"{secrets.token_hex(32)}\n".encode())
             os.link(temporary, path)
         except FileExistsError:
-            pass  # another launcher of this host made it just now
+            pass  # another launcher of this host has just created it
         finally:
             os.close(descriptor)
             temporary.unlink()

@@ -1,4 +1,4 @@
-"""The folder of a run on several nodes: whether all see the one that node 0 made, and what those have that do not."""
+"""Folder of a multi-node run: a check which nodes share node 0's, and own folders for the others."""
 
 import secrets
 from collections.abc import Callable
@@ -17,19 +17,19 @@ class MetFolder:
 
     run: RunDir
     is_own: bool
-    """True if this node made the folder: node 0, or a node that does not see node 0's."""
+    """True if this node created the folder: node 0, or a node that does not see node 0's."""
 
 
 def meet_in_folder(
     nodes: Nodes, make: Callable[[], RunDir], make_own: Callable[[str], RunDir], *, is_new: bool = True
 ) -> MetFolder:
-    """Let node 0 make the run's folder, and find out with a small file in it which nodes see it.
+    """Create the run's folder on node 0, and detect with a small file in it which nodes see it.
 
     Args:
-        nodes: All of them; every node must call this.
-        make: On node 0: opens or makes the folder.
-        make_own: On a node that does not see it: makes one with the same name, or refuses.
-        is_new: Whether node 0 makes it, so that it goes again where a node refuses.
+        nodes: All nodes; every node must call this.
+        make: On node 0: opens or creates the folder.
+        make_own: On a node that does not see it: creates one with the same name, or refuses.
+        is_new: Whether node 0 creates it, so that it is removed if a node refuses.
     """
     if nodes.is_alone:
         return MetFolder(run=make(), is_own=True)

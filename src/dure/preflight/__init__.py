@@ -1,1 +1,1 @@
-"""Checks, before a run, whether the machines can do it: what is missing is named together with its cure."""
+"""Checks, before a run, whether the machines can do it: each fault is reported with its cure."""

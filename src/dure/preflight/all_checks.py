@@ -1,4 +1,4 @@
-"""All checks of a preflight, on one host or on all: every node looks at itself, all hear all, and each judges alike."""
+"""All checks of a preflight, on one host or on all: every node examines itself, all exchange facts, and judge alike."""
 
 import json
 import os
@@ -26,15 +26,17 @@ from dure.preflight.settings import PreflightSettings, check_settings
 from dure.process.stop_signals import stop_exit_code
 
 _PIECE_CHARACTERS = 12_000
-"""JSON inside of JSON may take twice as much, and all that nodes say at a time must fit into one message."""
+"""Maximum characters per message: JSON inside JSON may take twice as much, and all nodes' texts must fit into one
+message.
+"""
 
 
 def preflight(settings: PreflightSettings) -> Report:
-    """Look whether the run to come can be, on this host and on all others; nothing of it is left behind.
+    """Check whether a planned run is possible, on this host and on all others; nothing is left behind.
 
     Raises:
-        SpecInvalid: Settings that cannot be.
-        Misuse: The hosts do not ask for the same, or this one may not meet the others so.
+        SpecInvalid: Settings are invalid.
+        Misuse: The hosts' settings differ, or this one may not meet the others in this way.
         Interrupted: A signal stopped it.
     """
     check_settings(settings)
@@ -62,7 +64,7 @@ def _on_nodes(settings: PreflightSettings, several: NodeSettings) -> Report:
     except StoppedByPeer as stop:
         raise Interrupted("the preflight was stopped on another node", stop_exit_code(stop.number)) from None
     except (EnvironmentLacks, WorkerFailed) as error:
-        # the others are not to be had: what is wrong with this host is still worth knowing
+        # the others are unreachable: the faults of this host are still worth reporting
         lost = Finding(name="nodes", status="failure", seen=str(error))
         facts = host_facts(settings, node_rank=several.node_rank)
         own = [replace(finding, nodes=(0,)) for finding in host_checks(facts, settings, settings.num_ranks)]
@@ -84,7 +86,7 @@ def _together(settings: PreflightSettings, several: NodeSettings, nodes: Nodes) 
     names = [str(member) for member in nodes.members]
     versions = nodes.gather(mine.versions)
     if any(one["dure"] != versions[0]["dure"] for one in versions):
-        # another dure may tell other facts, in another order
+        # another version of dure may send other facts, in another order
         why_not = skipped("all else", "with different versions of dure there is nothing to be compared")
         return Report(findings=by_gravity([*version_checks(versions, names), why_not]), names=tuple(names))
     facts = [record_of_node(HostFacts, one, rank) for rank, one in enumerate(gather_long(nodes, asdict(mine)))]
@@ -108,7 +110,7 @@ def _judged(
     gather: Callable[[Any], list[Any]],
     nodes: Nodes | None,
 ) -> Report:
-    """Judge what is known, then let ranks try it; all nodes come to the same here, so all try it or none."""
+    """Judge the facts, then make ranks try a collective; all nodes decide alike, so either all try it or none."""
     world_size = sum(host.num_ranks for host in facts)
     own = [
         replace(finding, nodes=(rank,))
@@ -136,7 +138,7 @@ def _judged(
 
 
 def _why_no_collective(findings: Sequence[Finding], world_size: int) -> str | None:
-    """Return why ranks would not even begin, or None."""
+    """Return the reason why ranks would not even start, or None."""
     if world_size == 1:
         return "one rank has nobody to talk to"
     hopeless = ("versions", "devices", "pairs", "interface", "ports", "open files", "GPUs")
@@ -146,7 +148,7 @@ def _why_no_collective(findings: Sequence[Finding], world_size: int) -> str | No
 
 
 def gather_long(nodes: Nodes, mine: Any) -> list[Any]:
-    """Return what every node said, also if it is longer than one message: in pieces, one node after the other."""
+    """Return the values of all nodes, even if longer than one message: in pieces, one node after the other."""
     text = json.dumps(mine)
     pieces = [text[start : start + _PIECE_CHARACTERS] for start in range(0, len(text), _PIECE_CHARACTERS)]
     counts = nodes.gather(len(pieces))
@@ -160,9 +162,9 @@ def gather_long(nodes: Nodes, mine: Any) -> list[Any]:
 
 
 def _folder_seen(nodes: Nodes, runs: Space) -> list[tuple[str, bool]]:
-    """Find out, with a small file that node 0 makes for a moment, which nodes see its runs folder.
+    """Detect, with a small temporary file of node 0, which nodes see its runs folder.
 
-    A node whose own folder is out of order, which another check says, does not look.
+    A node whose own folder is faulty, which another check reports, does not look.
     """
     if nodes.me.node_rank:
         folder, mark = nodes.gather(None)[0]

@@ -1,4 +1,4 @@
-"""A preflight as the first part of a run, which does not start when something is missing."""
+"""Preflight as the first part of a run, which does not start if something is missing."""
 
 from dure.errors import EnvironmentLacks
 from dure.preflight.all_checks import preflight
@@ -7,14 +7,14 @@ from dure.terminal import tell
 
 
 def refuse_unless_ready(settings: PreflightSettings, *, is_quiet: bool = False) -> None:
-    """Make all checks, say how they went, and go on only if nothing is missing.
+    """Make all checks, print the results, and continue only if nothing is missing.
 
     Args:
-        settings: The run to come.
-        is_quiet: Whether to say nothing if it goes on.
+        settings: The planned run.
+        is_quiet: Whether to print nothing if it continues.
 
     Raises:
-        EnvironmentLacks: What is missing, each with its cure.
+        EnvironmentLacks: Checks failed; lists each fault with its cure.
     """
     report = preflight(settings)
     if report.failures:

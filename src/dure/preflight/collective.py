@@ -1,4 +1,4 @@
-"""A real collective: the ranks of the run to come, started as runs start theirs, within a time limit."""
+"""Real collective of the ranks of a planned run, started in the same way as a run, within a time limit."""
 
 import os
 import signal
@@ -40,11 +40,11 @@ class RankProgress:
     rank: Rank
     done: tuple[Text, ...] = ()
     at: Text | None = None
-    """Step that it began and did not end; None before the first, and after the last."""
+    """Step that it began and did not finish; None before the first, and after the last."""
     wrong: tuple[Text, ...] = ()
-    """Wrong results, in words."""
+    """Descriptions of wrong results."""
     seconds: dict[Text, Number] = field(default_factory=dict)
-    """Seconds of each step that is done, by its name."""
+    """Seconds of each finished step, by its name."""
 
     @property
     def is_through(self) -> bool:
@@ -61,7 +61,7 @@ class NodeProgress:
 
 
 def backend_of(settings: PreflightSettings, world_size: int) -> str:
-    """Return torch's word for how the ranks of such a run talk."""
+    """Return torch's name of the backend that the ranks of such a run use."""
     chosen = settings.backend
     if chosen == "auto":
         shares_memory = settings.num_nodes == 1 and world_size > 1 and sys.platform == "linux"
@@ -78,14 +78,14 @@ def try_collective(
     *,
     entry: str = ENTRY,
 ) -> list[Finding]:
-    """Start the ranks, and judge how far each came.
+    """Start the ranks, and judge the progress of each.
 
     Args:
-        settings: The run to come.
-        names: What each node is called.
-        gather: Returns what every node said, by node.
-        nodes: All of them, where there are several.
-        entry: The module of a rank.
+        settings: The planned run.
+        names: Name of each node.
+        gather: Returns the values of all nodes, by node.
+        nodes: All nodes; None for a single one.
+        entry: Module of a rank's entry point.
 
     Raises:
         Interrupted: A signal stopped it.
@@ -108,14 +108,14 @@ def try_collective(
     of_nodes = [record_of_node(NodeProgress, one, node) for node, one in enumerate(told)]
     ranks = [progress for of_node in of_nodes for progress in of_node.ranks]
     where = [names[node] if len(names) > 1 else "" for node, of_node in enumerate(of_nodes) for _ in of_node.ranks]
-    # all nodes report the same: not each the seconds that it measured itself
+    # all nodes report the same time: not each its own measurement
     slowest = max(of_node.seconds for of_node in of_nodes)
     return judged(ranks, outcome.ends, where, settings.timeout_seconds, backend, slowest)
 
 
 def _run(settings: PreflightSettings, backend: str, files: Sequence[int], nodes: Nodes, entry: str) -> Outcome:
     job = PreflightJob(
-        # files without a name: nothing of them can be left, however this process ends
+        # unnamed files: nothing is left of them, however this process ends
         progress=tuple(f"/proc/{os.getpid()}/fd/{file}" for file in files),
         device=settings.device,
         num_devices=count_accelerators(settings.device) if settings.device == "cuda" else 0,
@@ -128,7 +128,7 @@ def _run(settings: PreflightSettings, backend: str, files: Sequence[int], nodes:
             job=job,
             nodes=nodes,
             threads=settings.threads or max(1, count_cores() // settings.num_ranks),
-            # what libraries have to say of a failure is in the exception too; half of it would hide the finding
+            # messages of libraries about a failure are in the exception too; half of them would hide the finding
             output_of=lambda rank: Output(log=os.devnull),
             store_prefix=f"preflight/{time.time_ns()}" if nodes.is_alone else "preflight",
             start=settings.start,
@@ -138,7 +138,7 @@ def _run(settings: PreflightSettings, backend: str, files: Sequence[int], nodes:
 
 
 def read_progress(file: int, rank: int) -> RankProgress:
-    """Return what a rank has written down; a line that it could not end does not count."""
+    """Return the progress that a rank has written; an unfinished line does not count."""
     lines = os.pread(file, os.fstat(file).st_size, 0).decode().splitlines(keepends=True)
     at, seconds, wrong = None, {}, []
     for line in (parse_json(line) for line in lines if line.endswith("\n")):
@@ -160,15 +160,15 @@ def judged(
     backend: str,
     seconds: float,
 ) -> list[Finding]:
-    """Say whether all came through with the right results, or who did not.
+    """Return whether all succeeded with the right results, or which ranks did not.
 
     Args:
-        ranks: How far each came, by rank.
+        ranks: Progress of each rank, by rank.
         ends: How each ended.
-        where: The node of each rank, where there are several.
-        limit_seconds: What they had.
-        backend: How they talked.
-        seconds: What it took, with starting and ending them.
+        where: Node of each rank, if there are several.
+        limit_seconds: Time limit of the ranks.
+        backend: Backend of their calls.
+        seconds: Duration including their start and end.
     """
     wrong = [(progress.rank, said) for progress in ranks for said in progress.wrong]
     if wrong:
@@ -196,10 +196,10 @@ def _blamed(
     *,
     is_nccl: bool,
 ) -> Finding:
-    """Name the rank, or the two, because of which not all came through.
+    """Return a finding about the rank, or the two, because of which not all succeeded.
 
-    A rank that failed for a reason of its own comes first, then one that was stopped when all were ended, then one
-    that said nothing while others said that they waited, then the two between which the first call failed.
+    Candidates in this order: a rank that failed for its own reason; one that was stopped when all were ended; one that
+    was silent while others reported that they waited; the two between which the first call failed.
     """
     causes = [end for end in ends.values() if _is_cause(end) and not (is_nccl and _was_aborted(end))]
     if causes:
@@ -216,7 +216,7 @@ def _blamed(
         if _has_said(end := ends.get(progress.rank)) or (is_nccl and end is not None and _was_aborted(end))
     ]
     if held:
-        # those that waited may have had no time left to say so
+        # ranks that waited may have had no time left to report it
         waiting = [progress for progress in late if progress not in held and len(progress.done) >= len(held[0].done)]
     silent = held or [progress for progress in late if progress not in waiting]
     if waiting and silent:
@@ -255,7 +255,7 @@ def _was_held(end: WorkerEnd | None) -> bool:
 
 
 def _was_aborted(end: WorkerEnd) -> bool:
-    """Tell how torch ends a rank whose NCCL call has taken too long: it does not raise, it aborts."""
+    """Return whether torch ended a rank because its NCCL call took too long: it does not raise, it aborts."""
     return end.exit_code == -signal.SIGABRT and end.failure is None and not end.was_stopped
 
 
@@ -271,7 +271,7 @@ def _reason(end: WorkerEnd, num_ranks: int) -> str:
 
 
 def _behind(ranks: Sequence[RankProgress]) -> list[RankProgress]:
-    """Return the ranks that came least far."""
+    """Return the ranks with the least progress."""
     least = min(len(progress.done) for progress in ranks)
     return [progress for progress in ranks if len(progress.done) == least]
 

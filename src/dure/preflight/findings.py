@@ -5,12 +5,12 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 STATUSES = ("failure", "warning", "ok", "skipped")
-"""The gravest first, as they are shown."""
+"""Statuses, the gravest first, as they are shown."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Finding:
-    """The answer of one check."""
+    """Result of one check."""
 
     name: str
     """Name of the check."""
@@ -18,48 +18,48 @@ class Finding:
     """Status, one of `STATUSES`."""
     seen: str
     rule: str = ""
-    """Rule that is broken, as `a run needs ...`."""
+    """Broken rule, such as `a run needs ...`."""
     cure: str = ""
     nodes: tuple[int, ...] = ()
-    """Nodes that the finding is about; empty for all together."""
+    """Nodes to which the finding applies; empty for all together."""
     pair: tuple[str, ...] = ()
     """Ends of a connection, if the finding is about one: nodes, ranks or GPUs."""
 
     @property
     def text(self) -> str:
-        """Say it in one sentence."""
+        """Finding as one sentence."""
         rule = f", but {self.rule}" if self.rule else ""
         cure = f": {self.cure}" if self.cure else ""
         return f"{self.seen}{rule}{cure}"
 
 
 def ok(name: str, seen: str) -> Finding:
-    """Return that all is well."""
+    """Return a finding without a fault."""
     return Finding(name=name, status="ok", seen=seen)
 
 
 def skipped(name: str, why: str) -> Finding:
-    """Return that there was nothing to look at, and why."""
+    """Return a finding about a skipped check, with the reason."""
     return Finding(name=name, status="skipped", seen=why)
 
 
 def failure(name: str, seen: str, rule: str, cure: str, pair: tuple[str, ...] = ()) -> Finding:
-    """Return what a run cannot do without."""
+    """Return a finding about a fault that prevents a run."""
     return Finding(name=name, status="failure", seen=seen, rule=rule, cure=cure, pair=pair)
 
 
 def warning(name: str, seen: str, rule: str, cure: str, pair: tuple[str, ...] = ()) -> Finding:
-    """Return what a run may suffer from."""
+    """Return a finding about a fault that may impair a run."""
     return Finding(name=name, status="warning", seen=seen, rule=rule, cure=cure, pair=pair)
 
 
 def by_gravity(findings: Sequence[Finding]) -> tuple[Finding, ...]:
-    """Return failures first, then warnings, then what is well, in the order in which it was looked at."""
+    """Return failures first, then warnings, then the others, each in the order of the checks."""
     return tuple(sorted(findings, key=lambda finding: STATUSES.index(finding.status)))
 
 
 def same_together(findings: Sequence[Finding]) -> list[Finding]:
-    """Return findings of several nodes with equal ones as one, that names all their nodes."""
+    """Return findings of several nodes with equal ones merged into one that names all their nodes."""
     nodes: dict[Finding, tuple[int, ...]] = {}
     for finding in findings:
         key = replace(finding, nodes=())
@@ -69,7 +69,7 @@ def same_together(findings: Sequence[Finding]) -> list[Finding]:
 
 @dataclass(frozen=True, kw_only=True)
 class Report:
-    """All that was found."""
+    """All findings of a preflight."""
 
     findings: tuple[Finding, ...]
     """Findings, the gravest first."""
@@ -90,12 +90,12 @@ class Report:
 
     @property
     def status(self) -> str:
-        """The gravest of all: `failure`, `warning` or `ok`."""
+        """Gravest status of all: `failure`, `warning` or `ok`."""
         return "failure" if self.failures else "warning" if self.warnings else "ok"
 
     @property
     def verdict(self) -> str:
-        """Say in one line how it is."""
+        """Result in one line."""
         num_checks = len({finding.name for finding in self.findings if finding.status != "skipped"})
         warnings = f"{len(self.warnings)} warning{'s' * (len(self.warnings) > 1)}" if self.warnings else ""
         if self.failures:
@@ -105,18 +105,18 @@ class Report:
         return f"ready: {num_checks} checks{hosts} in {self.seconds:.1f} s, {warnings or 'no warnings'}"
 
     def told_nodes(self, finding: Finding) -> str:
-        """Name the nodes that a finding is about, where there are several."""
+        """Return the names of the nodes to which a finding applies, if there are several."""
         if len(self.names) < 2 or not finding.nodes or len(finding.nodes) == len(self.names):
             return ""
         return ", ".join(self.names[node] for node in finding.nodes)
 
     def told(self, finding: Finding) -> str:
-        """Say a finding in one sentence, with the nodes that it is about."""
+        """Return a finding as one sentence, with its nodes."""
         nodes = self.told_nodes(finding)
         return f"{nodes}: {finding.text}" if nodes else finding.text
 
     def to_json(self) -> dict[str, Any]:
-        """Return it as plain values."""
+        """Return the report as plain values."""
         checks = [asdict(finding) for finding in self.findings]
         return {
             "status": self.status,

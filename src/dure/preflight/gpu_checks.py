@@ -204,7 +204,7 @@ def _links(used: tuple[Gpu, ...]) -> Iterator[Finding]:
 
 
 def _told_links(used: tuple[Gpu, ...]) -> str:
-    """Say how the GPUs are joined, those that are alike together."""
+    """Return the links between the GPUs as text, with equal ones merged."""
     told = Counter(f"{_told_nvlinks(gpu)}{_told_pcie(gpu)}" for gpu in used)
     if len(told) == 1 and len(used) > 1:
         return f"each {next(iter(told))}"

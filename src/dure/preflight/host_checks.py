@@ -9,19 +9,20 @@ from dure.preflight.settings import PreflightSettings
 from dure.units import format_bytes, format_count
 
 _FILES_OF_RANK, _FILES_PER_PEER, _FILES_INHERITED = 64, 4, 4
-"""Measured numbers of open files. A rank has 26, its launcher's 4 for each rank started before it, and for each peer 1
-in each group of gloo, of which a strategy may make several."""
+"""Numbers of open files, from measurements. A rank has 26, its launcher's 4 for each rank started before it, and for
+each peer 1 in each group of gloo, of which a strategy may create several.
+"""
 _FILES_PER_NCCL_PEER = 16
-"""Sockets of several channels; not measured, but meant to be enough."""
+"""Sockets of several channels; not measured, but assumed to be enough."""
 _FILES_OF_LAUNCHER, _FILES_PER_CHILD = 64, 12
-"""Measured numbers of open files: 8, and 4 for each rank; pipes and log files of `dure run` make it 9."""
+"""Numbers of open files, from measurements: 8, and 4 for each rank; pipes and log files of `dure run` make it 9."""
 _FILES_PER_LOADER = 128
-"""Open files of a loader process, which passes each tensor that waits to be used as one."""
+"""Open files of a loader process, which passes each tensor in its queue as one."""
 _PORTS_TO_SPARE = 256
 _LOADER_BYTES = 64 * 2**20
-"""Memory for two batches of a few MiB ahead; the true size cannot be known beforehand."""
+"""Memory in bytes for two prefetched batches of a few MiB; the true size cannot be known beforehand."""
 _DOCKER_BYTES = 64 * 2**20
-"""Size of `/dev/shm` in a container by default."""
+"""Default bytes of `/dev/shm` in a container."""
 _RANK_MEMORY_BYTES = 2**30
 _SMALL_DISK_BYTES, _LEAST_DISK_BYTES = 2**30, 16 * 2**20
 _SLOW_WRITE_SECONDS = 1.0
@@ -33,8 +34,8 @@ def host_checks(facts: HostFacts, settings: PreflightSettings, world_size: int) 
     """Judge one host.
 
     Args:
-        facts: What is so there.
-        settings: The run to come.
+        facts: Facts about the host.
+        settings: The planned run.
         world_size: Ranks on all hosts.
     """
     return [
@@ -71,7 +72,7 @@ def _many(limit: int) -> str:
 
 
 def _shared_memory(facts: HostFacts, settings: PreflightSettings) -> list[Finding]:
-    """Judge `/dev/shm`: loader workers and NCCL use it; what dure itself shares between ranks has no name there."""
+    """Judge `/dev/shm`, which loader workers and NCCL use; memory that dure shares between ranks has no name there."""
     name, room = "/dev/shm", facts.shared_memory  # noqa: S108
     cure = "mount it (`mount -t tmpfs -o size=50% tmpfs /dev/shm`), or give the container --shm-size=8g or --ipc=host"
     users = [
@@ -177,7 +178,7 @@ def _interface(facts: HostFacts, settings: PreflightSettings) -> Sequence[Findin
         ]
     if not found.is_up:
         cure = f"`ip link set {found.name} up`"
-        # where nodes have met on it, it works, whatever its driver says
+        # if nodes have met on it, it works, whatever its driver reports
         judged = warning if several else failure
         return [judged("interface", f"{found.name} is down", "ranks meet on it", cure)]
     if several and found.is_loopback:

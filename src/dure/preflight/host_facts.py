@@ -1,4 +1,4 @@
-"""Facts about one host, found by asking and trying, judged elsewhere: plain values, which travel as JSON."""
+"""Facts about one host, from queries and trials, judged elsewhere: plain values, which are sent as JSON."""
 
 import errno
 import importlib.metadata
@@ -23,53 +23,53 @@ from dure.preflight.settings import PreflightSettings
 
 SHARED_MEMORY = Path("/dev/shm")  # noqa: S108
 _NO_LIMIT_BYTES = 2**60
-"""Version 1 of cgroups writes no limit as nearly 2**63."""
+"""Threshold for unlimited memory: version 1 of cgroups writes nearly 2**63 if there is no limit."""
 _MOST_TRIED_PORTS = 64
 _WRITTEN_BYTES = 4096
 _DISK_PATIENCE_SECONDS = 15.0
 _LINK_SECONDS = 1.5
-"""An interface that was brought up just now counts as down until the kernel has looked, once a second."""
+"""Seconds to wait for a link: a new interface counts as down until the kernel's next check, once a second."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Space:
-    """A place where files are written."""
+    """Folder in which files are written."""
 
     path: str
     total_bytes: int = 0
     free_bytes: int = 0
     error: str | None = None
-    """Reason why nothing can be written there."""
+    """Reason why nothing can be written there; None if it can."""
     write_seconds: float | None = None
-    """Seconds of one small write until it was safe from a loss of power."""
+    """Seconds until one small write was safe from a loss of power."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Interface:
-    """A network interface."""
+    """Network interface."""
 
     name: str
     is_up: bool
     mtu: int
     is_loopback: bool = False
     megabits_per_second: int = 0
-    """0: the driver does not say."""
+    """Speed of the link; 0 if the driver does not report it."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Ports:
-    """TCP ports that the kernel gives to programs that ask for any."""
+    """TCP ports that the kernel assigns to programs that request any."""
 
     first: int
     last: int
     num_used: int
     error: str | None = None
-    """Reason why none could be had."""
+    """Reason why none was available; None otherwise."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class HostFacts:
-    """One host."""
+    """Facts about one host."""
 
     node_rank: int
     host: str
@@ -86,13 +86,13 @@ class HostFacts:
     threads: int
     available_memory_bytes: int
     open_files: int
-    """Most open files of a process, as it is started."""
+    """Maximum open files of a process at its start."""
     most_open_files: int
-    """Limit up to which a process may raise that itself."""
+    """Limit up to which a process may raise that number itself."""
     ports: Ports
     interface: Interface | None
     lookup_seconds: float
-    """Seconds that looking up the name of node 0's address took."""
+    """Seconds of the look-up of node 0's address."""
     shared_memory: Space
     runs: Space
     gpus: GpuFacts
@@ -106,14 +106,14 @@ def host_facts(
     interface: str | None = None,
     first_address: str = "127.0.0.1",
 ) -> HostFacts:
-    """Look around on this host.
+    """Collect the facts about this host.
 
     Args:
-        settings: The run to come.
-        node_rank: Which of the hosts this is.
-        address: At which the others reach it.
-        interface: The network interface that has this address.
-        first_address: Of node 0.
+        settings: The planned run.
+        node_rank: Node rank of this host.
+        address: Address at which the others reach it.
+        interface: Network interface with this address.
+        first_address: Address of node 0.
     """
     from dure.host.devices import count_accelerators
 
@@ -177,7 +177,7 @@ def _finite(limit: int) -> int:
 
 
 def cpu_quota(root: Path = CGROUPS) -> float | None:
-    """Return how many cores' worth of time the cgroups of this process may use, or None."""
+    """Return the number of cores' worth of time that the cgroups of this process permit, or None."""
     quotas = []
     for folder in groups_of("cpu", root=root):
         with suppress(OSError, ValueError):
@@ -190,7 +190,7 @@ def cpu_quota(root: Path = CGROUPS) -> float | None:
 
 
 def _left_in_cgroup(root: Path = CGROUPS) -> int:
-    """Return how much memory the cgroups of this process still give; cached files are taken back and do not count."""
+    """Return the memory that the cgroups of this process still permit; cached files are reclaimed and do not count."""
     left = [_NO_LIMIT_BYTES]
     for folder in groups_of("memory", root=root):
         for limit, used, cached in (
@@ -208,7 +208,7 @@ def _left_in_cgroup(root: Path = CGROUPS) -> int:
 
 
 def loopback_name() -> str:
-    """Return what the interface to this very host is called."""
+    """Return the name of the loopback interface."""
     return "lo0" if sys.platform == "darwin" else "lo"
 
 
@@ -233,7 +233,7 @@ def _interface(name: str) -> Interface | None:
 
 
 def _ports(address: str, num_ranks: int) -> Ports:
-    """Take as many ports as ranks begin with, all at once, and give them back."""
+    """Take as many ports as ranks need at the start, all at once, and release them."""
     error = None
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     with ExitStack() as taken:
@@ -252,7 +252,7 @@ def _port_range() -> tuple[int, int]:
         first, last = Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()
         return int(first), int(last)
     except (OSError, ValueError):
-        return 49152, 65535  # of RFC 6335
+        return 49152, 65535  # the range of RFC 6335
 
 
 def _num_used(first: int, last: int) -> int:
@@ -265,18 +265,18 @@ def _num_used(first: int, last: int) -> int:
 
 
 def _lookup_seconds(address: str) -> float:
-    """Ask for a name as torch's store does of each address that it connects to, though it needs none."""
+    """Return the seconds of a reverse look-up, as torch's store makes one for each address although it needs none."""
     began = time.perf_counter()
     with suppress(OSError):
         socket.getnameinfo((address, 0), 0)
     return time.perf_counter() - began
 
 
-# --- places for files
+# --- folders
 
 
 def existing_part(path: Path) -> Path:
-    """Return the folder, or the nearest one above that is there: the rest would be made."""
+    """Return the folder, or its nearest existing parent: the rest would be created."""
     path = path.absolute()
     return next(part for part in (path, *path.parents) if part.exists())
 
@@ -295,7 +295,7 @@ def _space(folder: Path) -> Space:
 
 
 def _durable_space(runs_dir: Path) -> Space:
-    """Look at the folder of the runs, in a thread: a network file system whose server is gone answers never."""
+    """Examine the runs folder in a thread: a network file system whose server is gone never responds."""
     found: list[Space] = []
 
     def look() -> None:
@@ -316,7 +316,7 @@ def _durable_space(runs_dir: Path) -> Space:
 
 
 def _written(folder: Path) -> float:
-    """Write a small file so that it would outlast a loss of power, take it away again, and return the seconds."""
+    """Write a small file so that it would survive a loss of power, remove it, and return the seconds."""
     descriptor, name = tempfile.mkstemp(prefix=".dure-preflight-", dir=folder)
     try:
         began = time.perf_counter()

@@ -1,4 +1,4 @@
-"""Checks across nodes: what they must have in common, and the links between them."""
+"""Checks across nodes: their common properties, and the links between them."""
 
 from collections.abc import Mapping, Sequence
 
@@ -8,7 +8,9 @@ from dure.preflight.host_facts import HostFacts
 from dure.preflight.node_pairs import Attempt
 
 _MOST_CLOCK_SECONDS = 0.5
-"""Records of several hosts are put side by side by their time; ranks beat in tenths of a second."""
+"""Maximum difference of clocks in seconds: records of several hosts are compared by time, and ranks beat in tenths of a
+second.
+"""
 _MUST_BE_SAME = ("Python", "torch", "dure", "CUDA", "NCCL")
 _SAFELY_DIFFERENT = ("NVIDIA driver",)
 
@@ -45,11 +47,11 @@ def device_check(facts: Sequence[HostFacts], names: Sequence[str]) -> list[Findi
     return []
 
 
-# --- the ways
+# --- links
 
 
 def pair_checks(attempts: Sequence[Attempt], members: Sequence[Member]) -> list[Finding]:
-    """Judge every way between two nodes."""
+    """Judge every link between two nodes."""
     if len(members) < 2:
         return [skipped("pairs", "there is one host")]
     bad = [_lost(attempt, members) for attempt in attempts if attempt.cause is not None]
@@ -62,7 +64,7 @@ def pair_checks(attempts: Sequence[Attempt], members: Sequence[Member]) -> list[
 
 
 def _lost(attempt: Attempt, members: Sequence[Member]) -> Finding:
-    """Name a way that does not come through, with what to do about its cause."""
+    """Return a finding about a link that does not work, with the cure for its cause."""
     source, target = members[attempt.source], members[attempt.target]
     ways = f"from {source.address} to {attempt.address}"
     rule, cure = {
@@ -128,7 +130,7 @@ def clock_check(attempts: Sequence[Attempt], names: Sequence[str]) -> list[Findi
 
 
 def clock_ahead(attempts: Sequence[Attempt], rank: int) -> tuple[float, float] | None:
-    """Return how far a node's clock is ahead of node 0's, and to within what; None where neither reached the other."""
+    """Return the lead of a node's clock over node 0's, and its error bound, in seconds; None if neither is reached."""
     for attempt in attempts:
         is_from, is_to = (attempt.source, attempt.target) == (rank, 0), (attempt.source, attempt.target) == (0, rank)
         if (is_from or is_to) and attempt.ahead_seconds is not None and attempt.round_trip_seconds is not None:
@@ -137,7 +139,7 @@ def clock_ahead(attempts: Sequence[Attempt], rank: int) -> tuple[float, float] |
 
 
 def mtu_check(facts: Sequence[HostFacts], names: Sequence[str]) -> list[Finding]:
-    """Compare the sizes of packets on the ways to other nodes."""
+    """Compare the packet sizes on the links to other nodes."""
     sizes = {names[rank]: host.interface.mtu for rank, host in enumerate(facts) if host.interface is not None}
     if len(set(sizes.values())) < 2:
         return []

@@ -1,7 +1,7 @@
 """Trial connections between nodes: a listener on each, and a connection to it from every other.
 
-Both ends of each connection prove that they know the run's secret before anything is used (`launch/nodes/channel.py`).
-Then short messages tell how far the two clocks are apart, and a long one whether large packets come through as well.
+Both ends of each connection are authenticated by the run's secret before anything is used (`launch/nodes/channel.py`).
+Then short messages measure the difference of the two clocks, and a long one shows whether large packets arrive.
 """
 
 import errno
@@ -22,13 +22,13 @@ from dure.preflight.node_records import record_of_node
 PATIENCE_SECONDS = 5.0
 _NUM_PINGS = 8
 _LONG_MESSAGE = 48_000
-"""Characters, sent and sent back: dozens of packets of any size, and below what a message may have."""
+"""Characters that are sent and returned: dozens of packets of any size, and below the limit of a message."""
 _LOOK_SECONDS = 0.02
 
 
 @dataclass(frozen=True, kw_only=True)
 class Attempt:
-    """One way between two nodes, tried from the one that opens the connection."""
+    """Trial of one link between two nodes, from the one that opens the connection."""
 
     source: Rank
     target: Rank
@@ -38,7 +38,7 @@ class Attempt:
     """Cause of the failure: `refused`, `silent`, `no route`, `forbidden`, `stranger`, `stalled`, `closed` or `other`;
     None if the connection was made."""
     said: Text = ""
-    """System's words for the cause."""
+    """System's message for the cause."""
     round_trip_seconds: Number | None = None
     ahead_seconds: Number | None = None
     """Seconds by which the target's clock is ahead of the source's, to within half of the round trip."""
@@ -46,46 +46,46 @@ class Attempt:
 
 @dataclass(frozen=True, kw_only=True)
 class Ping:
-    """Question for the time on the other node."""
+    """Request for the time on the other node."""
 
     text: Text = ""
-    """Text to be sent back: a long one shows whether large packets come through."""
+    """Text to return: a long one shows whether large packets arrive."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Pong:
-    """Answer to a ping."""
+    """Reply to a ping."""
 
     time: Time
-    """Time by the clock of the node that answers."""
+    """Time by the clock of the replying node."""
     text: Text = ""
     """Text of the ping."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Listening:
-    """Place at which a node listens for the others' trial connections."""
+    """Address at which a node listens for the others' trial connections."""
 
     address: Text
     port: Count | None = None
     """Port; None if it cannot listen."""
     said: Text = ""
-    """System's words for why it cannot."""
+    """System's message for the reason why it cannot."""
 
 
 def try_pairs(
     nodes: Nodes, secret: bytes, *, patience_seconds: float = PATIENCE_SECONDS, clock: Callable[[], float] = time.time
 ) -> list[Attempt]:
-    """Try every way; every node calls this, and all get all answers.
+    """Try every link; every node calls this, and all get all results.
 
     Args:
-        nodes: All of them.
-        secret: The run's.
-        patience_seconds: For each attempt; they go on at the same time.
-        clock: This node's.
+        nodes: All nodes.
+        secret: Secret of the run.
+        patience_seconds: Timeout of each attempt; they run concurrently.
+        clock: Clock of this node.
 
     Raises:
-        DureError: A node went away meanwhile.
+        DureError: A node was lost meanwhile.
     """
     address, door = nodes.own_address, None
     try:
@@ -108,10 +108,10 @@ def try_pairs(
 
 
 def _shared(nodes: Nodes, mine: Sequence[Attempt]) -> list[Attempt]:
-    """Exchange what was found: a node says it when it has tried all, so after this no listener is needed any more."""
+    """Exchange the results: a node sends them after all its trials, so afterwards no listener is needed any more."""
     found: list[Attempt] = []
     for rank in range(len(nodes.members)):
-        # one node at a time, for the words of all would not fit into one message
+        # one node at a time, because the texts of all would not fit into one message
         told = nodes.gather([asdict(attempt) for attempt in mine] if rank == nodes.me.node_rank else None)[rank]
         found += [record_of_node(Attempt, attempt, rank) for attempt in told]
     return found
@@ -125,7 +125,7 @@ def _resolved(address: str, port: int) -> tuple[int, Address]:
 def _tried(
     source: int, doors: Sequence[Listening], secret: bytes, patience_seconds: float, clock: Callable[[], float]
 ) -> list[Attempt]:
-    """Try the doors of all other nodes, all at the same time."""
+    """Connect to the listeners of all other nodes, concurrently."""
     found: dict[int, Attempt] = {}
 
     def try_one(target: int, there: Listening) -> None:
@@ -168,7 +168,7 @@ def _attempted(attempt: Attempt, port: int, secret: bytes, deadline: float, cloc
 
 
 def _cause(error: OSError) -> tuple[str, str]:
-    """Return the reason why a node does not answer."""
+    """Return the reason why a node does not reply."""
     said = error.strerror or str(error)
     if isinstance(error, HandshakeRefused):
         return "stranger", said
@@ -184,7 +184,7 @@ def _cause(error: OSError) -> tuple[str, str]:
 
 
 def _clocks(channel: Channel, deadline: float, clock: Callable[[], float]) -> tuple[float, float]:
-    """Return the shortest round trip of several, and how far the other clock is ahead, by that one (Cristian 1989)."""
+    """Return the shortest round trip of several, and the other clock's lead measured in it (Cristian 1989)."""
     best = (float("inf"), 0.0)
     for _ in range(_NUM_PINGS):
         before = clock()
@@ -195,19 +195,19 @@ def _clocks(channel: Channel, deadline: float, clock: Callable[[], float]) -> tu
 
 
 def _asked(channel: Channel, question: Ping, deadline: float) -> Pong:
-    """Send a ping and return the answer.
+    """Send a ping and return the reply.
 
     Raises:
-        TimeoutError: It does not come in time.
+        TimeoutError: It does not arrive in time.
         ChannelClosed: The other side is gone.
-        DocumentInvalid: It is no answer.
+        DocumentInvalid: It is not a reply.
     """
     channel.send(asdict(question))
     poll = select.poll()
     poll.register(channel, select.POLLIN)
     while time.monotonic() < deadline:
         channel.flush()
-        # what is still to be sent waits for room, which is not polled for
+        # unsent data waits for buffer space, for which this does not poll
         most = _LOOK_SECONDS if channel.has_unsent else max(0.0, deadline - time.monotonic())
         if poll.poll(most * 1000) and (message := channel.receive_one()) is not None:
             return record_from_json(Pong, message)
@@ -215,7 +215,7 @@ def _asked(channel: Channel, question: Ping, deadline: float) -> Pong:
 
 
 def _answer(door: Door, is_done: threading.Event, clock: Callable[[], float]) -> None:
-    """Let in who knows the secret, and answer, until all nodes have tried all."""
+    """Admit peers that know the secret, and reply to them, until all nodes have tried all links."""
     guests: list[Channel] = []
     try:
         while not is_done.is_set():
@@ -231,8 +231,8 @@ def _answer(door: Door, is_done: threading.Event, clock: Callable[[], float]) ->
 
 
 def _answered(guest: Channel, has_word: bool, clock: Callable[[], float]) -> bool:
-    """Answer what a guest has asked; False when it has left."""
-    with suppress(ValueError):  # it is no ping, or the answer would be too long
+    """Reply to a guest's requests; False if it has left."""
+    with suppress(ValueError):  # it is no ping, or the reply would be too long
         try:
             guest.flush()
             for message in guest.receive() if has_word else ():

@@ -1,4 +1,4 @@
-"""Records that nodes send each other during a preflight, checked as they come."""
+"""Records that nodes send each other during a preflight, verified on arrival."""
 
 from dure.checked import Record, record_from_json
 from dure.documents import DocumentInvalid
@@ -6,10 +6,10 @@ from dure.errors import Misuse
 
 
 def record_of_node(kind: type[Record], told: object, rank: int) -> Record:
-    """Return what a node has told all as a record.
+    """Return the value that a node has sent to all as a record.
 
     Raises:
-        Misuse: It is none.
+        Misuse: It is not one.
     """
     try:
         return record_from_json(kind, told)

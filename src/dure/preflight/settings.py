@@ -1,4 +1,4 @@
-"""Settings of a preflight: the planned run, as far as it concerns machines."""
+"""Settings of a preflight: the machine-related part of a planned run."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,18 +12,18 @@ _COMMANDS = ("dure preflight", "dure run", "dure train")
 
 @dataclass(frozen=True, kw_only=True)
 class PreflightSettings:
-    """The run to come, on this host."""
+    """Planned run on this host."""
 
     num_ranks: int
     """Number of processes on this host."""
     num_devices: int
     """Number of devices that they need here."""
     device: str
-    """`cpu`, `cuda` or `mps`."""
+    """Device type: `cpu`, `cuda` or `mps`."""
     backend: str = "auto"
-    """`auto`, `gloo`, `nccl` or `dure_shm`."""
+    """Backend: `auto`, `gloo`, `nccl` or `dure_shm`."""
     threads: int | None = None
-    """CPU threads of each process; None to share out the cores of the host."""
+    """CPU threads of each process; None to divide the cores of the host."""
     num_workers: int = 0
     """Loader processes of each rank."""
     runs_dir: Path = Path("runs")
@@ -34,21 +34,21 @@ class PreflightSettings:
     several: NodeSettings | None = None
     """Settings of the other hosts; None for a run on one host."""
     command: str = _COMMANDS[0]
-    """Command that was called, which must be the same on all hosts."""
+    """Called command, which must be the same on all hosts."""
     needs_shared_folder: bool = False
     """True if all hosts must see one runs folder; otherwise it is only reported."""
 
     @property
     def num_nodes(self) -> int:
-        """Return how many hosts the run is on."""
+        """Return the number of hosts of the run."""
         return 1 if self.several is None else self.several.num_nodes
 
 
 def check_settings(settings: PreflightSettings) -> None:
-    """Refuse what cannot be.
+    """Refuse invalid settings.
 
     Raises:
-        SpecInvalid: Every fault at once.
+        SpecInvalid: Lists all faults.
     """
     faults = []
     if settings.num_ranks < 1:

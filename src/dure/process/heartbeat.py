@@ -9,18 +9,18 @@ from dataclasses import dataclass
 _BEAT = struct.Struct("<qdqqq")
 _PACE = struct.Struct("<qdd")
 _PACES_BYTES = 64
-"""Offset of a rank's paces in its memory; there is one for each phase."""
+"""Offset in bytes of a rank's paces in its memory; there is one for each phase."""
 _LINE_BYTES = 192
-"""Memory of each rank: whole cache lines, so that no rank waits for another's."""
+"""Bytes of each rank's memory: whole cache lines, so that no rank waits for another's."""
 
 
 PHASES = ("starting", "training", "evaluating", "saving", "leaving")
-"""Phases of a rank. The silence that is usual in a phase is learned from the beats in it."""
+"""Phases of a rank. The usual silence in a phase is learned from its heartbeats."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Beat:
-    """The last thing that a rank told of itself."""
+    """Last heartbeat of a rank."""
 
     step: int
     """Steps begun since the start of the run; -1 before training."""
@@ -30,27 +30,27 @@ class Beat:
     count: int = 0
     """Number of heartbeats so far."""
     sequence: int = -1
-    """Number of collectives that the group of all ranks has been asked for; -1 if it is not counted."""
+    """Number of collectives requested from the group of all ranks; -1 if it is not counted."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Pace:
-    """Silence of a rank between two heartbeats, by phase."""
+    """Statistics of a rank's silences between two heartbeats, by phase."""
 
     count: int = 0
     seconds: float = 0.0
-    """Sum of the silences."""
+    """Sum of the silences in seconds."""
     longest_seconds: float = 0.0
 
 
 class Heartbeats:
-    """A line of memory per rank: the rank writes its own, the supervisor reads all."""
+    """Shared memory with one line per rank: a rank writes its own, the supervisor reads all."""
 
     def __init__(self, descriptor: int, num_ranks: int) -> None:
-        """Map the memory of a file in memory.
+        """Map a file in memory.
 
         Args:
-            descriptor: Of a file in memory, which may be closed afterwards.
+            descriptor: Descriptor of the file, which may be closed afterwards.
             num_ranks: Lines in it.
         """
         size = num_ranks * _LINE_BYTES
@@ -63,13 +63,13 @@ class Heartbeats:
         self._paces = [(0, 0.0, 0.0)] * len(PHASES)
 
     def beat(self, rank: int, step: int, phase: str = "training", sequence: int = -1) -> None:
-        """Tell that a rank has begun a step, or a part of a phase; about two microseconds.
+        """Record that a rank has begun a step, or a part of a phase; takes about two microseconds.
 
         Args:
-            rank: Whose line it is, always the same.
+            rank: Rank of the line, always the same.
             step: Steps begun.
             phase: One of `PHASES`.
-            sequence: Of the last collective, by `torchcompat.SequenceNumber`.
+            sequence: Number of the last collective, from `torchcompat.SequenceNumber`.
         """
         now, number, line = time.monotonic(), PHASES.index(phase), rank * _LINE_BYTES
         if self._count:
@@ -83,14 +83,14 @@ class Heartbeats:
         _BEAT.pack_into(self._memory, line, step, now, number, self._count, sequence)
 
     def last(self, rank: int) -> Beat:
-        """Return what a rank told last."""
+        """Return the last heartbeat of a rank."""
         step, told, phase, count, sequence = _BEAT.unpack_from(self._memory, rank * _LINE_BYTES)
         if not told:
             return Beat(step=-1, time=0.0)
         return Beat(step=step, time=told, phase=PHASES[phase], count=count, sequence=sequence)
 
     def paces(self, rank: int) -> dict[str, Pace]:
-        """Return how a rank got on in each phase."""
+        """Return a rank's pace in each phase."""
         begin = rank * _LINE_BYTES + _PACES_BYTES
         told = _PACE.iter_unpack(self._memory[begin : begin + len(PHASES) * _PACE.size])
         return {

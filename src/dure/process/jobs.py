@@ -1,4 +1,4 @@
-"""Jobs of ranks: one record per kind of work, as a launcher hands it to the module that does the work."""
+"""Jobs of ranks: one record per kind of work, passed by a launcher to the module that does the work."""
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
@@ -14,9 +14,10 @@ class TrainJob:
     run: str
     """Path of the run's folder."""
     task_code: str | None = None
-    """Digest of the task's class in the launcher; None if a launcher of another kind started the rank."""
+    """Digest of the task's class in the launcher; None if an external launcher started the rank."""
     asked: Mapping[str, Any] | None = None
-    """Facts that ranks must agree on, where a launcher asked each of them by itself; None if one process asked all."""
+    """Facts on which ranks must agree, if a launcher requested each rank separately; None if one process requested all.
+    """
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,11 +27,11 @@ class EvaluateJob:
     run: str
     """Path of the run's folder."""
     spec: Mapping[str, Any]
-    """Settings, which may be other than the run's own."""
+    """Settings, which may differ from the run's own."""
     which: str
     """`best` or `last`."""
     answer: str
-    """Name of the file in the run's folder for the result."""
+    """Name of the result file in the run's folder."""
     task_code: str | None = None
     """Digest of the task's class in the launcher."""
 
@@ -58,7 +59,7 @@ class BenchPlan:
 
     collectives: tuple[str, ...]
     algorithms: tuple[str, ...]
-    """Algorithms for all_reduce; `auto` is the one that a run would take."""
+    """Algorithms for all_reduce; `auto` is the one that a run would use."""
     sizes: tuple[int, ...]
     """Sizes in bytes."""
     dtype: str
@@ -80,7 +81,7 @@ class BenchJob:
 
 @dataclass(frozen=True, kw_only=True)
 class PreflightJob:
-    """Try of the collectives of a run to come."""
+    """Trial of the collectives of a planned run."""
 
     progress: tuple[str, ...]
     """Path of a file for each rank of this host."""
@@ -88,7 +89,7 @@ class PreflightJob:
     num_devices: int
     backend: str
     timeout_seconds: float
-    """Limit of each call."""
+    """Timeout of each call, in seconds."""
 
 
 Job = TrainJob | EvaluateJob | ScriptJob | BenchJob | PreflightJob
@@ -101,9 +102,9 @@ def job_to_json(job: Job) -> dict[str, Any]:
 
 
 def job_from_json(data: Mapping[str, Any]) -> Job:
-    """Rebuild a job from `job_to_json`'s answer.
+    """Rebuild a job from the result of `job_to_json`.
 
     Raises:
-        DocumentInvalid: It is none.
+        DocumentInvalid: It is not a job.
     """
     return record_from_json(_KINDS[data["kind"]], data["job"])

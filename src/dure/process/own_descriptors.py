@@ -1,6 +1,6 @@
-"""Descriptors that a supervisor gave this process, told from files of a script that have got their numbers.
+"""Descriptors from a supervisor, distinguished from files of a script that have reused their numbers.
 
-Code that makes a daemon of its process closes every descriptor, and what it opens next has the lowest numbers again.
+Code that turns its process into a daemon closes every descriptor, and the next files get the lowest numbers again.
 """
 
 import fcntl
@@ -11,29 +11,30 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 
 _HIGHEST = 2**14
-"""Every process pays for the numbers below its highest one: eight bytes each, copied at every fork."""
+"""Upper bound of descriptors: a process pays for all numbers below its highest, eight bytes each, copied at every fork.
+"""
 _ROOM = 24
-"""Numbers at the top. Of the usual 1,024, those from 1,000 on: `os.closerange(3, 1000)` leaves them alone."""
+"""Number of descriptors at the top. Of the usual 1,024, those from 1,000 on: `os.closerange(3, 1000)` spares them."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Kept:
     identity: tuple[int, int]
-    """Device and number of the file or socket."""
+    """Device and inode of the file or socket."""
     origin: str
-    """Path of the same file among the descriptors of the supervisor."""
+    """Path of the same file among the supervisor's descriptors."""
 
 
 _kept: dict[int, _Kept] = {}
-os.register_at_fork(after_in_child=_kept.clear)  # a process that a script forks must not speak in its rank's name
+os.register_at_fork(after_in_child=_kept.clear)  # a process forked by a script must not write for its rank
 
 
 def keep(descriptor: int) -> int:
-    """Move a descriptor to where a script hardly ever closes one or gets one; return its new number."""
+    """Move a descriptor to a number that scripts hardly ever close or get; return the new number."""
     identity = _identity(descriptor)
     assert identity is not None
     kept = _Kept(identity=identity, origin=f"/proc/{os.getppid()}/fd/{descriptor}")
-    with suppress(OSError):  # all numbers up there are taken, or there are too few
+    with suppress(OSError):  # all high numbers are taken, or there are too few
         moved = fcntl.fcntl(descriptor, fcntl.F_DUPFD_CLOEXEC, _top() - _ROOM)
         os.close(descriptor)
         descriptor = moved
@@ -42,14 +43,14 @@ def keep(descriptor: int) -> int:
 
 
 def is_own(descriptor: int) -> bool:
-    """Return whether a descriptor is what was kept under this number, and neither closed nor another file's."""
+    """Return whether a descriptor is the one kept under this number, neither closed nor reused for another file."""
     return descriptor in _kept and _kept[descriptor].identity == _identity(descriptor)
 
 
 def usable(descriptor: int) -> int | None:
-    """Return a descriptor of the file that was kept under this number, opened again if it was closed (Linux).
+    """Return a descriptor of the file that was kept under this number, reopened if it was closed (Linux).
 
-    None where that cannot be had, and in a process that the one that kept it has forked.
+    None if that is impossible, and in a process forked by the one that kept it.
     """
     kept = _kept.get(descriptor)
     if kept is None or is_own(descriptor):
@@ -66,9 +67,10 @@ def usable(descriptor: int) -> int | None:
 
 @contextmanager
 def refusing_to_close_ranges() -> Iterator[None]:
-    """Refuse `os.closerange` in this process: its numbers are those of torch's connections and of dure's files, too.
+    """Refuse `os.closerange` in this process: its range includes torch's connections and dure's files.
 
-    Without those, gloo aborts the process, and no line says why. A process that this one forks may close them all.
+    Without those, gloo aborts the process, and no message shows the reason. A process that this one forks may close
+    them all.
     """
     close, pid = os.closerange, os.getpid()
 

@@ -1,4 +1,4 @@
-"""A process's tie to the one that started it."""
+"""Link between the life of a process and that of its parent."""
 
 import ctypes
 import os
@@ -9,13 +9,13 @@ _PR_SET_PDEATHSIG = 1
 
 
 def die_with_parent(parent_pid: int) -> None:
-    """Ask the kernel to kill this process when its parent is gone, however that ended (Linux).
+    """Make the kernel kill this process when its parent is gone, however that ended (Linux).
 
-    Strictly, when the *thread* that started it is gone: only for processes that the main thread starts, or a thread
-    that waits for them.
+    Strictly, when the *thread* that started it is gone: use it only for processes started by the main thread, or by a
+    thread that waits for them.
 
     Args:
-        parent_pid: Who started this process. If that is not the parent any more, it died before this call.
+        parent_pid: Process that started this one. If it is no longer the parent, it died before this call.
     """
     if sys.platform.startswith("linux"):
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)

@@ -1,4 +1,4 @@
-"""Orders to the ranks of a round that follow from how the ranks of the rounds before it ended."""
+"""Orders to the ranks of a round, derived from how the ranks of earlier rounds ended."""
 
 from dataclasses import dataclass, field, replace
 
@@ -8,16 +8,16 @@ class RoundOrders:
     """Orders to the ranks of one round."""
 
     microbatch_size: int | None = None
-    """Most samples per backward on one device, if ranks ran out of memory with more; None to use the spec's."""
+    """Maximum samples per backward on one device, after ranks ran out of memory with more; None for the spec's."""
     trusted_samples: int | None = None
-    """Samples seen up to which the run is known to be right, and from which it goes on; None to trust all of it."""
+    """Samples seen up to which the run is known to be correct, and from which it continues; None to trust all of it."""
     stopped_by: int | None = None
     """Stop signal that ended a round, after which the ranks only save the snapshots in memory."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Restart:
-    """A restart that is decided."""
+    """Restart that was decided."""
 
     number: int
     """Number of this restart among those that count, from 1."""
@@ -30,30 +30,30 @@ class Restart:
     microbatch_sizes: tuple[int, int] | None = None
     """Microbatch sizes before and after, if memory ran out. Such a restart does not count."""
     go_back_to: int | None = None
-    """Samples seen up to which the run can be trusted, if it is to go back to there."""
+    """Samples seen to which the run goes back, because it can be trusted up to there; None otherwise."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RoundPlan:
-    """Plan of a round: the orders to its ranks, and the reason why there is one more."""
+    """Plan of a round: the orders to its ranks, and the reason for the round."""
 
     orders: RoundOrders = field(default_factory=RoundOrders)
     restart: Restart | None = None
-    """Restart that it is the consequence of, if any."""
+    """Restart from which the round results; None if there is none."""
     change: str | None = None
-    """Reason why the round before was ended, if that was no rank's failure."""
+    """Reason why the round before was ended, if it was not a rank's failure."""
 
     def after_round(self, *, has_begun: bool) -> "RoundPlan":
-        """Return the part that holds for the rounds after this one too.
+        """Return the part that also applies to later rounds.
 
         Args:
-            has_begun: Whether a rank had begun a step in this one: then all have forgotten what was not to be trusted.
+            has_begun: Whether a rank had begun a step in this one: then all have discarded untrusted state.
         """
         trusted = None if has_begun else self.orders.trusted_samples
         return RoundPlan(orders=replace(self.orders, stopped_by=None, trusted_samples=trusted))
 
     def after_restart(self, restart: Restart) -> "RoundPlan":
-        """Return the plan for the round that a restart begins."""
+        """Return the plan for the round after a restart."""
         orders = self.orders
         if restart.microbatch_sizes is not None:
             orders = replace(orders, microbatch_size=restart.microbatch_sizes[1])
@@ -62,9 +62,9 @@ class RoundPlan:
         return RoundPlan(orders=orders, restart=restart)
 
     def after_change(self, why: str | None) -> "RoundPlan":
-        """Return the plan for the round that begins because other nodes are there."""
+        """Return the plan for the round that begins because the set of nodes has changed."""
         return RoundPlan(orders=self.orders, change=why)
 
     def stopped_by(self, number: int) -> "RoundPlan":
-        """Return the plan with the order to save only what ranks have left in memory, because of a stop signal."""
+        """Return the plan with the order to save only the snapshots in memory, because of a stop signal."""
         return replace(self, orders=replace(self.orders, stopped_by=number))

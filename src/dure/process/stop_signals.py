@@ -1,4 +1,4 @@
-"""Signals that ask a run to stop in order, and the exit codes after them."""
+"""Signals that request an orderly stop of a run, and the exit codes after them."""
 
 import os
 import signal
@@ -9,22 +9,24 @@ from types import FrameType
 from typing import NoReturn
 
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
-"""SIGHUP is the end of a terminal or of a connection; SIGUSR1 is what clusters send before they take a machine away."""
+"""Stop signals. SIGHUP is sent when a terminal or connection closes, and SIGUSR1 by clusters before they take a machine
+away.
+"""
 
 HELD_SIGNALS = (*STOP_SIGNALS, signal.SIGTSTP)
-"""Signals that wait while a process is started; SIGTSTP is Ctrl-Z, which stops a supervisor and the ranks it knows."""
+"""Signals blocked while a process is started; SIGTSTP is Ctrl-Z, which stops a supervisor and the ranks it knows."""
 
 RESUMABLE = 75
-"""EX_TEMPFAIL of sysexits.h: stopped in favour of something else, start it again later."""
+"""Exit code EX_TEMPFAIL of sysexits.h: stopped in favour of something else, start it again later."""
 
 ONE_WISH_SECONDS = 1.0
-"""Time within which programs, which are not impatient as people at a terminal are, send a signal twice for one wish."""
+"""Seconds within which programs, unlike impatient users, may send a signal twice for one request."""
 
 _unanswered: list[int] = []
 
 
 class Terminated(KeyboardInterrupt):
-    """Another stop signal, where the program has no better answer to it: it ends a command as Ctrl-C does."""
+    """Stop signal that the program does not handle otherwise: it ends a command as Ctrl-C does."""
 
     def __init__(self, number: int) -> None:
         self.number = number
@@ -32,50 +34,50 @@ class Terminated(KeyboardInterrupt):
 
 
 def end_by(number: int) -> NoReturn:
-    """End a command because of a stop signal: from anywhere, also from within an import."""
+    """End a command because of a stop signal: from anywhere, even from within an import."""
     _unanswered.append(number)
     raise Terminated(number)
 
 
 def end_if_unanswered() -> None:
-    """End if a stop signal came and this still runs: some code, of a library's import for one, caught everything."""
+    """End if a stop signal arrived and this still runs: some code, such as a library's import, caught everything."""
     if _unanswered:
         raise Terminated(_unanswered[0])
 
 
 def forget_stop() -> None:
-    """Forget the signal that came, for the next command of this process."""
+    """Forget the received signal, for the next command of this process."""
     _unanswered.clear()
 
 
 def stop_exit_code(number: int) -> int:
-    """Return the exit code of what stopped for a signal."""
+    """Return the exit code of a command that stopped because of a signal."""
     return RESUMABLE if number == signal.SIGUSR1 else 128 + number
 
 
 def signal_name(number: int) -> str:
-    """Return a signal's name; those without one of their own are counted from SIGRTMIN."""
+    """Return a signal's name; signals without one are counted from SIGRTMIN."""
     if signal.SIGRTMIN < number < signal.SIGRTMAX:
         return f"SIGRTMIN+{number - signal.SIGRTMIN}"
     return signal.Signals(number).name
 
 
 def heeded_signals() -> tuple[signal.Signals, ...]:
-    """Return the stop signals that this process was not told to ignore: `nohup` ignores SIGHUP."""
+    """Return the stop signals that this process does not ignore: `nohup` ignores SIGHUP."""
     is_deaf = signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
     return tuple(number for number in STOP_SIGNALS if not (is_deaf and number == signal.SIGHUP))
 
 
 def is_said_again(number: int, seconds_since_first: float) -> bool:
-    """Return whether a stop signal after the first one says no more than that, and is no impatience.
+    """Return whether a stop signal after the first one only repeats it, and does not show impatience.
 
-    `timeout` sends its signal to the command and then to its whole group; a terminal that closes is told of by the
-    shell and by the system. Slurm sends SIGTERM to all processes of a job that has to go, and srun, which is one of
-    them, passes it on; when a grace time is over it sends SIGTERM once more. Whom it does not want to wait for it
-    kills.
+    `timeout` sends its signal to the command and then to its whole group. When a terminal closes, both the shell and
+    the system send a signal. Slurm sends SIGTERM to all processes of a job that has to go, and srun, which is one of
+    them, forwards it; after a grace time it sends SIGTERM once more. To end a job without further waiting it uses
+    SIGKILL.
 
     Args:
-        number: The further signal.
+        number: The later signal.
         seconds_since_first: Time between the two.
     """
     if number != signal.SIGINT and seconds_since_first < ONE_WISH_SECONDS:
@@ -85,30 +87,30 @@ def is_said_again(number: int, seconds_since_first: float) -> bool:
 
 @contextmanager
 def signals_held_back() -> Iterator[None]:
-    """Block the stop signals and Ctrl-Z in this thread; they arrive afterwards.
+    """Block the stop signals and Ctrl-Z in this thread; they are delivered afterwards.
 
-    A process that is started inside begins with them blocked: a signal to its whole group does not end it before it
-    has said what it does with one.
+    A process that is started inside begins with them blocked: a signal to its whole group does not end it before it has
+    installed its handlers.
 
-    The system gives a signal that one thread blocks to another, as libraries have them, and Python calls its handler in
-    the main thread all the same. So in that one handlers wait too.
+    The system delivers a signal that one thread blocks to another, such as those of libraries, and Python still calls
+    its handler in the main thread. So there the handlers are deferred too.
     """
     held: list[int] = []
     is_over = False
 
     def hold(number: int, frame: FrameType | None) -> None:
-        if is_over:  # a handler that was put back has raised before the next one was
+        if is_over:  # a restored handler has raised before the next one was restored
             handlers[signal.Signals(number)](number, frame)
         else:
             held.append(number)
 
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, ())
-    # only Python's: a program that is started inside is to ignore what this process ignores
+    # only Python's: a program that is started inside must ignore what this process ignores
     is_main = threading.current_thread() is threading.main_thread()
     found = {number: signal.getsignal(number) for number in HELD_SIGNALS} if is_main else {}
     handlers = {number: handler for number, handler in found.items() if callable(handler)}
     try:
-        # here: one that comes just before may raise from within the call that blocks them
+        # inside the `try`: a signal just before may raise from within the call that blocks them
         signal.pthread_sigmask(signal.SIG_BLOCK, HELD_SIGNALS)
         for number in handlers:
             signal.signal(number, hold)

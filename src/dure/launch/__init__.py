@@ -1,1 +1,1 @@
-"""Starting and ending the processes of a run on one host or several. Sees files and processes, never tensors."""
+"""Start and end of the processes of a run, on one host or several. Handles files and processes, never tensors."""

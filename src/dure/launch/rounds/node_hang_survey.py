@@ -1,4 +1,4 @@
-"""One look at the ranks of all nodes when those of one are not getting on: whom they wait for may be elsewhere."""
+"""Common probe of the ranks of all nodes when those of one hang: they may wait for ranks elsewhere."""
 
 import itertools
 import time
@@ -11,17 +11,17 @@ from dure.launch.nodes.messages import Hang, Look, Looked, LookWish, NoHang, Sta
 from dure.launch.nodes.peers import Nodes
 
 _PATIENCE_SECONDS = 5.0
-"""A node that has not looked by then is left out."""
+"""Seconds after which a node without a reply is left out."""
 _PAUSE_SECONDS = 2.0
-"""All nodes notice the same hang, and each asks for a look."""
+"""Seconds between probes: all nodes notice the same hang, and each requests one."""
 _MOST_FRAMES, _MOST_THREADS, _MOST_CALLS = 30, 6, 4
 
 
 class JointLook:
-    """A look that any node asks for, that all take, and that the leader explains to all.
+    """Probe that any node requests, that all nodes make, and whose verdict the leader sends to all.
 
-    A verdict that is certain needs a second look, in which no rank that is to blame has moved: ranks answer one after
-    the other, and of such as get on, answers may not fit each other.
+    A certain verdict needs a second probe in which no culprit has moved: ranks are probed one after the other, and
+    states of ranks that make progress may be inconsistent.
     """
 
     def __init__(
@@ -31,13 +31,14 @@ class JointLook:
         decide: Callable[[HangVerdict, float], tuple[HangVerdict, bool]],
         on_nothing: Callable[[float], None] = lambda seconds: None,
     ) -> None:
-        """Prepare to look; nothing is done yet.
+        """Prepare to probe; nothing is done yet.
 
         Args:
-            nodes: All of them.
-            examine: Looks at this node's ranks; takes about a second.
-            decide: Says what follows from a verdict over so many seconds, and whether to end the ranks now.
-            on_nothing: Called when silence of so many seconds was no hang.
+            nodes: All nodes.
+            examine: Probes this node's ranks; takes about a second.
+            decide: Returns the verdict with its announcement, from a verdict and the seconds of silence, and whether to
+                end the ranks now.
+            on_nothing: Called with the seconds of silence if they were no hang.
         """
         self._nodes, self._examine, self._decide, self._on_nothing = nodes, examine, decide, on_nothing
         self._is_only_told_if_waited = False
@@ -46,20 +47,19 @@ class JointLook:
         self._deadline: float | None = None
         self._not_before = 0.0
         self._number = 0
-        """Number of the look that is under way: an answer to an earlier one comes too late."""
+        """Number of the current probe: a reply to an earlier one is too late."""
         self._states: list[RankState] = []
         self._looked: set[int] = set()
         self._suspicion: HangVerdict | None = None
-        """A certain verdict, until the second look."""
+        """A certain verdict, until the second probe; None if there is none."""
 
     def ask(self, seconds: float, *, only_if_waited: bool = False, is_confirmed: bool = True) -> None:
-        """Ask for a look, for no step has finished for so long.
+        """Request a probe, because no step has finished for long.
 
         Args:
-            seconds: How long.
-            only_if_waited: Whether it is no hang where no rank waits for another.
-            is_confirmed: Whether a certain verdict takes a second look; where nothing follows from it, there is no
-                need.
+            seconds: Seconds without a finished step.
+            only_if_waited: Whether it is no hang unless a rank waits for another.
+            is_confirmed: Whether a second probe must confirm a certain verdict; unnecessary if nothing follows from it.
         """
         wish = LookWish(seconds=seconds, only_if_waited=only_if_waited, is_confirmed=is_confirmed)
         if not self._nodes.is_leader:
@@ -68,7 +68,7 @@ class JointLook:
             self._begin(wish)
 
     def advance(self) -> tuple[HangVerdict, bool] | None:
-        """Do what is to be done now; return the verdict over all nodes once it is there, and whether to act on it."""
+        """Do what is due; return the verdict over all nodes once it is there, and whether to act on it."""
         for rank, message in self._nodes.news.take_looks():
             match message:
                 case Look():
@@ -131,7 +131,7 @@ class JointLook:
         return verdict, acts
 
     def _nothing(self) -> None:
-        """Let all nodes look again soon."""
+        """Make all nodes poll again soon."""
         self._nodes.send_to_all(NoHang(seconds=self._seconds))
         self._on_nothing(self._seconds)
 
@@ -156,7 +156,7 @@ class JointLook:
 
 
 def _shortened(state: RankState) -> RankState:
-    """Return what a verdict needs of a state: a message has a limit, and threads may be many."""
+    """Return the part of a state that a verdict needs: messages have a limit, and threads may be many."""
     calls = state.collectives
     if calls is not None:
         pending = [call for call in calls if call.is_pending]

@@ -1,4 +1,4 @@
-"""Outcome of a job: how all of its ranks ended, and why there was no further round."""
+"""Outcome of a job: how all of its ranks ended, and the reason why there was no further round."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,21 +12,21 @@ class Outcome:
     """Ends of all ranks of a job, on all nodes."""
 
     ends: list[WorkerEnd]
-    """Empty when a signal came before any rank was started."""
+    """Ends of the ranks; empty if a signal arrived before any rank was started."""
     signal: int | None = None
-    """The first signal that asked the run to stop, if any."""
+    """First signal that requested a stop; None if there was none."""
     refusal: str | None = None
-    """Reason why the ranks were not started once more, where the failure alone does not say it."""
+    """Reason why the ranks were not restarted, if the failure alone does not show it."""
     hang: HangVerdict | None = None
-    """Verdict for which the supervisor ended ranks that were not getting on."""
+    """Verdict for which the supervisor ended ranks that hung."""
     lost: str | None = None
-    """Sentence about a node that went away, or did not go on."""
+    """Sentence about a node that is lost or did not continue."""
     is_cut_off: bool = False
-    """True if this node could not reach the one that leads when it ended."""
+    """True if this node could not reach the leader when it ended."""
 
     @property
     def stopped_by(self) -> int | None:
-        """The signal that stopped the run, sent to a supervisor or to a rank."""
+        """Signal that stopped the run, sent to a supervisor or to a rank."""
         return self.signal if self.signal is not None else stop_signal(self.ends)
 
     def judge(self, folder: Path, *, cure: str = "", is_script: bool = False) -> Verdict | None:

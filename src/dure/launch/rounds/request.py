@@ -17,22 +17,22 @@ from dure.process.round_orders import Restart, RoundOrders
 
 
 class Listener(Protocol):
-    """Listener to what happens to ranks while they run."""
+    """Listener to events of ranks while they run."""
 
     def hang(self, verdict: HangVerdict) -> None:
-        """Take note of a hang, before anything is done about it."""
+        """Handle a hang, before any action on it."""
         ...
 
     def say(self, text: str) -> None:
-        """Tell people why a stop takes a while."""
+        """Print the reason why a stop takes a while."""
         ...
 
     def restart(self, restart: Restart) -> None:
-        """Take note of a restart, before it happens."""
+        """Handle a restart, before it happens."""
         ...
 
     def change(self, why: str) -> None:
-        """Take note of the reason why a round was ended, other than a rank's failure."""
+        """Handle the end of a round for a reason other than a rank's failure."""
         ...
 
 
@@ -48,32 +48,34 @@ class Launch:
     threads: int
     store_prefix: str
     start: str
-    """`auto`, `fork` or `spawn`."""
+    """Start method: `auto`, `fork` or `spawn`."""
     output_of: Callable[[int], Output] = lambda rank: Output()
-    """Function that returns a rank's output; that of the default is shown in the terminal."""
+    """Function that returns a rank's output; by default it is shown in the terminal."""
     expendable: Collection[int] = ()
-    """Ranks without which the others go on when a signal kills them."""
+    """Ranks without which the others continue when a signal kills them."""
     restarts: RestartPolicy = field(default_factory=RestartPolicy)
     serves_store: bool = False
     """True if a separate process serves the store; otherwise rank 0 does."""
     stop_grace_seconds: float = 2.0
     """Seconds that the other ranks have to end after one followed a signal: its checkpoint is written by then, or there
-    was nothing to save."""
+    was nothing to save.
+    """
     grace_seconds: float = 30.0
     """Seconds from a stop signal until ranks that have not ended are killed."""
     saves_snapshots: bool = False
-    """True if the snapshots in memory of ranks that had to be killed are saved by ranks that are started once more."""
+    """True if the snapshots in memory of killed ranks are saved by restarted ranks."""
     end_grace_seconds: float | None = 10.0
-    """Seconds that the other ranks have to end after one ended in order; ample if they have met in a barrier before.
-    None for no limit."""
+    """Seconds that the other ranks have to end after one ended normally; ample if they have met in a barrier before.
+    None for no limit.
+    """
     most_seconds: float | None = None
     """Seconds after which the ranks of a round are ended, whatever they are doing; None for no limit."""
     hangs: HangPolicy | None = None
-    """Limits on the silence of ranks; None if hangs are not looked for."""
+    """Limits on the silence of ranks; None disables the detection of hangs."""
     listener: Listener | None = None
-    """Listener to what happens to the ranks; None where that is of no interest."""
+    """Listener to events of the ranks; None if there is none."""
     orders: RoundOrders = field(default_factory=RoundOrders)
-    """Orders to the ranks that follow from how those of the rounds before ended."""
+    """Orders to the ranks, derived from how those of earlier rounds ended."""
     way_back: LeaderFailover | None = None
     """Failover for when the leader cannot be reached; None to end the run."""
     logs: RankLogs | None = None
@@ -82,9 +84,9 @@ class Launch:
 
 @dataclass(frozen=True, kw_only=True)
 class StoreSocket:
-    """Address at which the ranks of a round meet."""
+    """Address of the store of a round's ranks."""
 
     host: str
     port: int
     listener: socket.socket | None
-    """The bound socket on which the store is served; None where another host serves it."""
+    """Bound socket on which the store is served; None if another host serves it."""

@@ -1,4 +1,4 @@
-"""Decision whether a run whose rank failed is started again from where it was."""
+"""Decision whether a run is restarted after a rank failed."""
 
 import re
 import time
@@ -16,34 +16,34 @@ class RestartPolicy:
     """Limits on restarts of the ranks."""
 
     most: int = 0
-    """Most restarts within the window; 0 for none."""
+    """Maximum number of restarts within the window; 0 for none."""
     window_seconds: float = 600.0
-    """Window in seconds. Earlier restarts do not count: a run of weeks may meet more failures than one of minutes."""
+    """Window in seconds. Earlier restarts do not count: a run of weeks may have more failures than one of minutes."""
     after_any: bool = False
-    """True if every failure is worth a restart: the failures of a script that does not know dure cannot be judged."""
+    """True if every failure permits a restart: those of a script that does not use dure cannot be classified."""
 
 
 _CHANCE = re.compile(r"0x[0-9a-fA-F]+|\d+")
-"""Parts that differ between two messages of one failure: addresses, times, ports, process numbers."""
+"""Parts that vary between messages of the same failure: addresses, times, ports, process numbers."""
 
 
 class Restarts:
-    """The budget of one run. A failure that comes back at the same step is no bad luck, and ends it."""
+    """Budget of restarts of one run. A failure that recurs at the same step is no coincidence, and ends the run."""
 
     def __init__(self, policy: RestartPolicy) -> None:
         self.policy = policy
         self.count = 0
         self.refusal: str | None = None
-        """Reason why the last failure was not answered with a restart, where there is more to say than the failure."""
+        """Reason why there was no restart after the last failure, if it is not only the failure."""
         self._times: deque[float] = deque()
         self._last: tuple[int | None, int, str] | None = None
 
     def after(self, ends: Sequence[WorkerEnd], step_of: Callable[[int], int]) -> Restart | None:
-        """Decide about ranks that ended, the first of them by a failure; None when they are to stay ended.
+        """Decide after ranks ended, the first of them by a failure; None if they will not be restarted.
 
         Args:
             ends: How each rank ended.
-            step_of: The step that a rank was in.
+            step_of: Function from a rank to its step.
         """
         self.refusal = None
         was_asked_to_stop = any(end.exit_code in STOP_ENDS for end in ends)
@@ -61,29 +61,29 @@ class Restarts:
             return None
         step, cause = step_of(first.rank), in_brief(first, len(ends))
         go_back_to = None if first.failure is None else first.failure.go_back_to
-        # what all ranks found out together, any of them may be the first to say
+        # any rank may be the first to report a failure that all detected together
         rank, what = (None if go_back_to is not None else first.rank), cause
         if first.is_out_of_memory:
-            rank, what = None, "out of memory"  # which of the ranks the kernel ends is a matter of chance
+            rank, what = None, "out of memory"  # the kernel ends an arbitrary rank
         if self._has_come_again(rank, step, what):
             return None
         return self._granted(first.rank, step, cause, go_back_to)
 
     def heed(self, restart: Restart) -> None:
-        """Count a restart that another node has decided: this one may have to decide the next."""
+        """Count a restart decided by another node: this one may have to decide the next."""
         if restart.microbatch_sizes is None:
             self.count = restart.number
             self._times.append(time.monotonic())
             self._has_come_again(None if restart.go_back_to is not None else restart.rank, restart.step, restart.cause)
 
     def after_hang(self, hang: HangVerdict) -> Restart | None:
-        """Decide about ranks that were ended because they hung.
+        """Decide after ranks were ended because they hung.
 
-        A rank that is to blame again at the same step ends the run. A hang of which no rank is to blame is the
-        network's, which may fail twice at the same place.
+        A rank that is the culprit again at the same step ends the run. A hang without a culprit is attributed to the
+        network, which may fail twice at the same place.
 
         Args:
-            hang: Who was where.
+            hang: Verdict on the hang.
         """
         self.refusal = None
         if self.policy.most == 0:
@@ -96,7 +96,7 @@ class Restarts:
         return self._granted(rank, step, cause)
 
     def _has_come_again(self, rank: int | None, step: int, cause: str) -> bool:
-        """Return whether it is the failure before once more, which then is the reason not to try again."""
+        """Return whether the previous failure has recurred, which is then the reason not to restart."""
         this = rank, step, _CHANCE.sub("#", cause)
         is_same, self._last = self._last == this, this
         if is_same:
@@ -117,9 +117,9 @@ class Restarts:
         return Restart(number=self.count, rank=rank, step=step, cause=cause, go_back_to=go_back_to)
 
     def _with_smaller_microbatches(self, end: WorkerEnd, size: int, step: int, num_ranks: int) -> Restart | None:
-        """Let all compute half as many samples at once, down to one: each time it is another attempt, and a cheap one.
+        """Halve the microbatches of all ranks, down to one sample: each time it is another attempt, and a cheap one.
 
-        The first step is no exception: where memory runs out, it mostly does so there.
+        This includes the first step, in which memory most often runs out.
         """
         if size == 1:
             return None
@@ -129,7 +129,7 @@ class Restarts:
 
 
 def _may_help(end: WorkerEnd, step_of: Callable[[int], int]) -> bool:
-    """Return whether a failure may be the machine's, or a matter of chance: what no step has survived is neither."""
+    """Return whether a failure may be due to the machine or to chance; not if no step has succeeded."""
     failure = end.failure
     if failure is None:
         return end.exit_code < 0

@@ -28,19 +28,20 @@ from dure.process.stop_signals import signals_held_back
 from dure.terminal import end_open_line
 
 _FAILURE_GRACE_SECONDS = 1.0
-"""Seconds that the other ranks have, after one failed, to end by themselves and to report why."""
+"""Seconds that the other ranks have, after one failed, to end by themselves and to report the reason."""
 _RESTART_GRACE_SECONDS = 0.1
-"""Seconds that they have if all will be started again anyway and the first to fail has reported why."""
+"""Seconds that they have if all will be restarted anyway and the first to fail has reported the reason."""
 _POLL_SECONDS = 0.02
 _COUNTS_OF_A_LIMIT = 0.25
 """Interval between requests for the ranks' call counts, as a fraction of the limit."""
 _LOOK_SECONDS = 0.5
-"""Longest sleep in seconds, which bounds the cost of a missed wake-up."""
+"""Maximum sleep in seconds, which bounds the cost of a missed wake-up."""
 _LATE_SECONDS = 1.0
-"""Seconds by which a sleep is too long if this process was stopped, as by Ctrl-Z or with its whole host, and the ranks
-with it: such time counts for no limit. A busy host makes it late by less."""
+"""Seconds by which a sleep is too long if this process and its ranks were stopped, by Ctrl-Z or with the whole host;
+such time counts for no limit. A busy host delays it by less.
+"""
 _STOP_LOOK_SECONDS = 0.1
-"""Longest sleep in seconds after a stop signal."""
+"""Maximum sleep in seconds after a stop signal."""
 
 
 def run_round(
@@ -53,29 +54,29 @@ def run_round(
     *,
     by_fork: bool,
 ) -> HangVerdict | None:
-    """Start all ranks once, and return when all have ended; where they had to be ended because they hung, why."""
+    """Start all ranks once, and return when all have ended; the verdict if they were ended because they hung."""
     memory.heartbeats.forget()
     outputs = {rank: launch.output_of(rank) for rank in launch.nodes.own_ranks}
     with ExitStack() as store_server:
-        with signals_held_back():  # until every process is known: no worker may miss a signal that is passed on
+        with signals_held_back():  # until every process is known: no worker may miss a forwarded signal
             workers.clear()
             store_server.enter_context(_store_served(launch, store, by_fork=by_fork))
             for rank, output in outputs.items():
                 worker = start_worker(launch, rank, output, store, memory, round_number=round_number, by_fork=by_fork)
-                workers.append(worker)  # one by one: those started must be known if the next cannot be
+                workers.append(worker)  # one by one: those started must be known if the next one fails to start
             _pass_on_earlier_signals(launch, workers, received)
         if store.listener is not None:
             store.listener.close()
         hang = _wait(launch, workers, memory, received)
         kill_all(workers)
     if received or any(worker.end is not None and worker.end.exit_code != 0 for worker in workers):
-        # what a script that ended well leaves running is its own affair
+        # processes left by a script that ended normally are its own concern
         end_leftovers({worker.mark for worker in workers}, min(worker.started_at for worker in workers))
     return hang
 
 
 def _pass_on_earlier_signals(launch: Launch, workers: list[Worker], received: list[int]) -> None:
-    """Let ranks follow a stop signal that came while none ran, and was not the reason to start these."""
+    """Forward a stop signal that arrived while no rank ran, unless it was the reason to start these."""
     if len(received) > (launch.orders.stopped_by is not None):
         for worker in workers:
             worker.send(received[0])
@@ -84,7 +85,7 @@ def _pass_on_earlier_signals(launch: Launch, workers: list[Worker], received: li
 
 
 def show_what_was_said(launch: Launch, workers: list[Worker]) -> None:
-    """See to it that what people are told next comes below what the ranks have said, on a line of its own."""
+    """Have all output of ranks shown, so that the next message is below it, on its own line."""
     if launch.logs is not None:
         launch.logs.catch_up()
     elif any(_leaves_line_open(worker) for worker in workers):
@@ -96,17 +97,17 @@ def _leaves_line_open(worker: Worker) -> bool:
 
 
 def report_hang(launch: Launch, workers: list[Worker], verdict: HangVerdict) -> None:
-    """Report ranks that do not get on, if the launch has a listener for it."""
+    """Report ranks that hang, if the launch has a listener."""
     if launch.listener is not None:
         show_what_was_said(launch, workers)
         launch.listener.hang(verdict)
 
 
 def _wait(launch: Launch, workers: list[Worker], memory: SurvivingMemory, received: list[int]) -> HangVerdict | None:
-    """Wait until all have ended; after the first end only as long as its grace lasts, and never beyond their time.
+    """Wait until all have ended; after the first end only for its grace time, and never beyond the time limit.
 
     Returns:
-        Why they will not end by themselves, if they hang and are not to be waited for.
+        The verdict if they hang and are not waited for; otherwise None.
     """
     watchdog = None if launch.hangs is None else Watchdog(memory.heartbeats, launch.hangs.hang_after)
     counts = call_counts(launch, watchdog)
@@ -157,7 +158,7 @@ def _wait(launch: Launch, workers: list[Worker], memory: SurvivingMemory, receiv
 def _time_to_stop(
     launch: Launch, stop: StopLimit, workers: list[Worker], memory: SurvivingMemory, look: JointLook | None
 ) -> float:
-    """Return the seconds that ranks have left after a stop signal, and say what they are waited for, and where."""
+    """Return the seconds that ranks have left after a stop signal; report what they are waited for, and where."""
     alive = [worker.rank for worker in workers if worker.end is None]
     seconds = stop.seconds_left(alive)
     last = min(memory.heartbeats.last(rank).time for rank in alive)
@@ -174,14 +175,14 @@ def _time_to_stop(
 
 
 def _report_stop(launch: Launch, workers: list[Worker], text: str) -> None:
-    """Print what a stop waits for; a step that is merely long is recorded as no hang."""
-    if launch.listener is not None and launch.orders.stopped_by is None:  # it was said before these ranks were started
+    """Print the reason for a slow stop; a step that is merely long is recorded as no hang."""
+    if launch.listener is not None and launch.orders.stopped_by is None:  # it was printed before these ranks started
         show_what_was_said(launch, workers)
         launch.listener.say(text)
 
 
 def _ask_the_others_too(launch: Launch, alive: list[Worker], ends: list[WorkerEnd]) -> None:
-    """Pass on a signal that only a rank got: the others could use up their whole grace without having heard of it."""
+    """Forward a signal that only one rank received: the others would otherwise use up their grace time."""
     number = stop_signal(ends)
     assert number is not None
     pass_on_signal(number, alive, is_first=True)
@@ -189,7 +190,7 @@ def _ask_the_others_too(launch: Launch, alive: list[Worker], ends: list[WorkerEn
 
 
 def call_counts(launch: Launch, watchdog: Watchdog | None) -> CallCounts | None:
-    """Return what asks ranks for the calls they have made, where calls are news."""
+    """Return the requests for call counts, if calls count as progress."""
     if watchdog is None or launch.hangs is None or not launch.hangs.counts_calls:
         return None
     return CallCounts(watchdog, _COUNTS_OF_A_LIMIT * (launch.hangs.hang_after or LEAST_SECONDS))
@@ -202,13 +203,13 @@ def joint_look(
     watchdog: Watchdog | None = None,
     received: Sequence[int] = (),
 ) -> JointLook | None:
-    """Return the look that this node takes together with others, where there are others."""
+    """Return the common probe of all nodes, if there are others."""
     hangs = launch.hangs
     if launch.nodes.is_alone or hangs is None:
         return None
 
     def decide(verdict: HangVerdict, seconds: float) -> tuple[HangVerdict, bool]:
-        # ranks that were asked to stop have a limit of their own
+        # ranks that were asked to stop have their own limit
         return (verdict, False) if watchdog is None or received else _decided(hangs, watchdog, verdict, seconds)
 
     def examine_own() -> list[RankState]:
@@ -220,11 +221,11 @@ def joint_look(
 
 
 def _decided(hangs: HangPolicy, watchdog: Watchdog, verdict: HangVerdict, seconds: float) -> tuple[HangVerdict, bool]:
-    """Return the verdict with what follows from it, and whether that is to be done now."""
+    """Return the verdict with its announcement, and whether to act on it now."""
     if hangs.counts_calls and not watchdog.is_known and not verdict.is_waited:
-        return verdict, False  # a script without steps whose ranks do not wait may be at work
+        return verdict, False  # ranks of a script without steps that do not wait may be computing
     if not watchdog.is_begun and not verdict.is_certain:
-        return verdict, False  # a rank may take any time to begin, and the others wait for it
+        return verdict, False  # a rank may take any time to start, and the others wait for it
     limit, is_certain = watchdog.last_threshold, verdict.is_certain
     announced = verdict.announcing(hangs.announcement(seconds, limit, is_certain=is_certain))
     return announced, hangs.acts(seconds, limit, is_certain=is_certain)
@@ -233,7 +234,7 @@ def _decided(hangs: HangPolicy, watchdog: Watchdog, verdict: HangVerdict, second
 def _hang(
     launch: Launch, workers: list[Worker], memory: SurvivingMemory, watchdog: Watchdog, look: JointLook | None
 ) -> HangVerdict | None:
-    """Tell of ranks that are not getting on; return why, if they are to be ended."""
+    """Report ranks that hang; return the verdict if they are to be ended."""
     seconds = watchdog.silent_seconds([worker.rank for worker in workers if worker.end is None])
     if look is not None:
         if seconds is not None and not launch.nodes.is_one_quiet:
@@ -246,7 +247,7 @@ def _hang(
         return None
     verdict = explain(examine(workers, memory.heartbeats), seconds)
     is_nothing = not verdict.is_waited and _is_only_told_if_waited(watchdog, seconds)
-    # ranks answer one after the other: of such as get on, answers may not fit each other
+    # ranks are probed one after the other, and states of ranks that make progress may be inconsistent
     if is_nothing or (verdict.is_certain and verdict.has_moved(examine(workers, memory.heartbeats))):
         watchdog.told_nothing(seconds)
         return None
@@ -256,7 +257,7 @@ def _hang(
 
 
 def _is_only_told_if_waited(watchdog: Watchdog, seconds: float) -> bool:
-    """Return whether silence means nothing by itself: ranks that have made calls before need make no more of them."""
+    """Return whether silence alone proves nothing: ranks that have made calls need not make more of them."""
     return not watchdog.is_known and seconds < UNKNOWN_SECONDS
 
 
@@ -268,7 +269,7 @@ def _still_alive(workers: list[Worker]) -> list[Worker]:
 
 
 def _heed_others(launch: Launch, workers: list[Worker], received: list[int], ending: str | None) -> float | None:
-    """Exchange with the other nodes what concerns all; return what their news leave the ranks here, if anything."""
+    """Exchange events with the other nodes; return the seconds that they leave the ranks here, or None for no limit."""
     nodes = launch.nodes
     nodes.pump()
     for number in nodes.exchange_signals(received):
@@ -276,7 +277,7 @@ def _heed_others(launch: Launch, workers: list[Worker], received: list[int], end
     if ending is not None:
         nodes.tell_ending(ending)
     if nodes.news.shaken is not None:
-        return 0.0  # all are started again anyway
+        return 0.0  # all are restarted anyway
     if nodes.lost is not None or nodes.refusal is not None:
         return _FAILURE_GRACE_SECONDS
     graces = [_grace(said, launch) for said in nodes.news.endings]
@@ -284,7 +285,7 @@ def _heed_others(launch: Launch, workers: list[Worker], received: list[int], end
 
 
 def _fall_silent(launch: Launch, alive: list[Worker]) -> None:
-    """Let this host stand still and say nothing, where a planned fault asks for it."""
+    """Suspend this host's messages if an injected fault requests it."""
     seconds = max((asked for worker in alive if (asked := worker.asked_cut()) is not None), default=None)
     if seconds is None:
         return
@@ -293,7 +294,7 @@ def _fall_silent(launch: Launch, alive: list[Worker]) -> None:
     time.sleep(seconds)
     nodes = launch.nodes
     nodes.pump()
-    if nodes.news.shaken is None and nodes.lost is None:  # else they are ended without another instruction
+    if nodes.news.shaken is None and nodes.lost is None:  # otherwise they are ended anyway
         for worker in alive:
             worker.send(signal.SIGCONT)
 
@@ -303,7 +304,7 @@ def _least(*graces: float | None) -> float | None:
 
 
 def ending_of(ends: list[WorkerEnd]) -> str | None:
-    """Return what the first ranks to end mean for the others: `failed`, `stopped`, `ended`, or nothing yet."""
+    """Return what the first ranks to end imply for the others: `failed`, `stopped`, `ended`, or None."""
     ends = [end for end in ends if not end.is_tolerated]
     if any(end.exit_code != 0 and end.exit_code not in STOP_ENDS for end in ends):
         return "failed"
@@ -313,7 +314,7 @@ def ending_of(ends: list[WorkerEnd]) -> str | None:
 
 
 def _grace(ending: str | None, launch: Launch, ends: Sequence[WorkerEnd] = ()) -> float | None:
-    """Return the seconds that the other ranks get; None: any time."""
+    """Return the grace time of the other ranks in seconds; None for no limit."""
     if ending == "failed":
         if not launch.restarts.most:
             return _FAILURE_GRACE_SECONDS
@@ -329,14 +330,14 @@ def _sleep_until_one_ends(alive: list[Worker], most_seconds: float, others: Sequ
     if len(pidfds) < len(alive):
         time.sleep(min(_POLL_SECONDS, most_seconds))
         return
-    poll = select.poll()  # select() itself takes no descriptor above 1023
+    poll = select.poll()  # select() accepts no descriptor above 1023
     for descriptor in (*pidfds, *others):
         poll.register(descriptor, select.POLLIN)
     poll.poll(most_seconds * 1000)
 
 
 def kill_all(workers: list[Worker]) -> None:
-    """End workers that are still there, and wait until they are gone."""
+    """Kill the remaining workers, and wait until they are gone."""
     for worker in workers:
         worker.stop_at_once()
     while _still_alive(workers):
@@ -353,7 +354,7 @@ def decide_to_fork(launch: Launch) -> bool:
     """Return whether ranks are forked.
 
     Raises:
-        EnvironmentLacks: It was asked for where it cannot work.
+        EnvironmentLacks: Fork was requested where it cannot work.
     """
     if launch.start != "fork":
         return launch.start == "auto" and reason_not_to_fork() is None

@@ -1,4 +1,4 @@
-"""Stop signals that a supervisor gets and its ranks are to follow."""
+"""Forwarding of a supervisor's stop signals to its ranks."""
 
 import os
 import signal
@@ -14,21 +14,22 @@ from dure.process.stop_signals import end_if_unanswered, heeded_signals, is_said
 
 
 class StoppedBeforeStart(BaseException):
-    """A signal came while there was no rank."""
+    """Signal that arrived while there was no rank."""
 
 
 @dataclass
 class SignalForwarding:
-    """Stop signals that came while they were passed on, and what the first one does where there is no rank."""
+    """Stop signals received while they are forwarded, and the effect of the first one if there is no rank."""
 
     received: list[int] = field(default_factory=list)
-    """Numbers of the signals, in the order in which they came."""
+    """Numbers of the signals, in the order of arrival."""
     interrupts: bool = False
-    """True if the next one that comes while there is no worker raises `StoppedBeforeStart`: only the code that is ready
-    for it sets this, and it happens once."""
+    """True if the next one that arrives while there is no worker raises `StoppedBeforeStart`: only code that is
+    prepared for it sets this, and it happens once.
+    """
 
     def interrupt_from_here(self) -> None:
-        """Raise `StoppedBeforeStart` for signals from here on, and for one that has come."""
+        """Raise `StoppedBeforeStart` for signals from now on, and for one that has already arrived."""
         self.interrupts = not self.received
         if self.received:
             raise StoppedBeforeStart
@@ -36,7 +37,7 @@ class SignalForwarding:
 
 @contextmanager
 def passing_signals_on(workers: list[Worker]) -> Iterator[SignalForwarding]:
-    """Pass stop signals on to workers, the second one as the end of all; gives those that came."""
+    """Forward stop signals to workers, where the second one kills them; yield the received ones."""
     forwarding = SignalForwarding()
     received = forwarding.received
     first_at = 0.0
@@ -54,7 +55,7 @@ def passing_signals_on(workers: list[Worker]) -> Iterator[SignalForwarding]:
             raise StoppedBeforeStart
 
     def pause(number: int, frame: FrameType | None) -> None:
-        for worker in workers:  # they may be in groups of their own, which Ctrl-Z does not reach
+        for worker in workers:  # they may be in separate groups, which Ctrl-Z does not reach
             worker.send(signal.SIGSTOP)
         os.kill(os.getpid(), signal.SIGSTOP)
         for worker in workers:
@@ -65,7 +66,7 @@ def passing_signals_on(workers: list[Worker]) -> Iterator[SignalForwarding]:
         return
     end_if_unanswered()
     before = {number: signal.signal(number, pass_on) for number in heeded_signals()}
-    # where children are not waited for (SIG_IGN), their exit codes would be lost
+    # if children are not waited for (SIG_IGN), their exit codes would be lost
     if signal.getsignal(signal.SIGTSTP) == signal.SIG_DFL:
         before[signal.SIGTSTP] = signal.signal(signal.SIGTSTP, pause)
     before[signal.SIGCHLD] = signal.signal(signal.SIGCHLD, signal.SIG_DFL)
@@ -73,21 +74,21 @@ def passing_signals_on(workers: list[Worker]) -> Iterator[SignalForwarding]:
         yield forwarding
     finally:
         for number, handler in before.items():
-            # None: a handler that was not set from Python, and cannot be put back from it
+            # None: a handler that was not set from Python, and cannot be restored from it
             signal.signal(number, signal.SIG_DFL if handler is None else handler)
 
 
 def pass_on_signal(number: int, workers: list[Worker], *, is_first: bool) -> None:
-    """Ask workers to stop, or end them where they were asked before."""
+    """Stop workers, or kill them if they were asked to stop before."""
     for worker in workers:
         if not is_first:
             worker.stop_at_once()
         elif not (worker.keeps_terminal and number == signal.SIGINT and _is_in_foreground()):
-            worker.send(number)  # a rank at the terminal has got its Ctrl-C
+            worker.send(number)  # a rank at the terminal has received its Ctrl-C
 
 
 def _is_in_foreground() -> bool:
-    """Return whether this process's group is the one that a terminal sends Ctrl-C to."""
+    """Return whether this process is in the terminal's foreground group, which receives Ctrl-C."""
     try:
         return os.tcgetpgrp(0) == os.getpgrp()
     except OSError:
@@ -96,9 +97,10 @@ def _is_in_foreground() -> bool:
 
 @contextmanager
 def signals_put_off() -> Iterator[None]:
-    """Deliver a stop signal afterwards; an error that ends this anyway takes its place.
+    """Deliver a stop signal after the context; an exception that ends the context takes precedence.
 
-    By handlers: a signal that the main thread blocks is delivered to another thread, as libraries have them.
+    With handlers, because a signal that the main thread blocks is delivered to another thread, such as those of
+    libraries.
     """
     if threading.current_thread() is not threading.main_thread():
         yield

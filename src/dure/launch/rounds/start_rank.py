@@ -33,16 +33,16 @@ def start_worker(
     """Start one rank; stop signals must be blocked meanwhile, and the new process unblocks them when it is ready.
 
     Args:
-        launch: What to start.
-        rank: Which one.
-        output: Where goes what it says.
-        store: Where the store is, which rank 0 serves unless another process does.
-        memory: What ranks leave to those of the next round.
-        round_number: How often the ranks were started before.
+        launch: Request with the entry to start.
+        rank: Rank to start.
+        output: Output destination of the rank.
+        store: Address of the store, which rank 0 serves unless another process does.
+        memory: Memory that outlives the ranks of a round.
+        round_number: Number of earlier starts of the ranks.
         by_fork: Fork; otherwise start a fresh interpreter.
 
     Raises:
-        EnvironmentLacks: The system starts no more processes.
+        EnvironmentLacks: The system cannot start another process.
     """
     report_fd, stacks_fd = unnamed_file(f"dure-rank{rank}"), unnamed_file(f"dure-stacks{rank}")
     questions, answers = socket.socketpair()
@@ -110,7 +110,7 @@ def _place(launch: Launch, rank: int, store: StoreSocket, report_fd: int, round_
 
 
 _Started = tuple[int, "subprocess.Popen[bytes] | None"]
-"""The process, and what Python knows of one that was spawned."""
+"""Process id, and Python's handle of a spawned process."""
 
 
 def _fork(launch: Launch, place: Place, output: Output, listener: socket.socket | None) -> _Started:
@@ -118,7 +118,7 @@ def _fork(launch: Launch, place: Place, output: Output, listener: socket.socket 
     sys.stdout.flush()
     sys.stderr.flush()
     with warnings.catch_warnings():
-        # Python 3.12 warns of threads, NumPy's too, which do survive; `reason_not_to_fork` has looked closer
+        # Python 3.12 warns of threads, even NumPy's, which survive a fork; `reason_not_to_fork` has checked in detail
         warnings.simplefilter("ignore", DeprecationWarning)
         pid = os.fork()
     if pid:
@@ -149,7 +149,7 @@ def _spawn(launch: Launch, place: Place, output: Output, listener: socket.socket
     fds = [fd for fd in (*own, *(output.descriptors or ())) if fd is not None]
     if place.store is not None and place.store.listen_fd is not None:
         fds.append(place.store.listen_fd)
-    # -W, -X, -O and the like, as multiprocessing hands them on
+    # -W, -X, -O and the like, as multiprocessing passes them on
     flags = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined]
     command = [sys.executable, *flags, "-m", "dure.launch.worker.spawn_entry", json.dumps(told)]
     process = subprocess.Popen(command, pass_fds=fds, stdin=None if output.is_terminal else subprocess.DEVNULL)

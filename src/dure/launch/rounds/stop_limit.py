@@ -1,4 +1,4 @@
-"""Time that ranks have to end in order after a stop signal."""
+"""Time limit of ranks for an orderly end after a stop signal."""
 
 import time
 from collections.abc import Sequence
@@ -8,15 +8,15 @@ from dure.launch.rounds.request import Launch
 from dure.process.heartbeat import PHASES, Heartbeats
 
 _SAVE_FRACTION = 1 / 2
-"""Fraction of the grace time that is left for saving what ranks that do not end have in memory."""
+"""Fraction of the grace time reserved for saving the memory of ranks that do not end."""
 _SAVE_SECONDS = 10.0
-"""Most time that is left for it."""
+"""Maximum seconds reserved for that."""
 _SAID_AFTER_SECONDS = 0.3
-"""Time after which people learn what a stop waits for; most steps are over by then."""
+"""Seconds after which the reason for a slow stop is printed; most steps are over by then."""
 
 _STARTING, _TRAINING, _EVALUATING, _SAVING, _LEAVING = PHASES
 _WAITS_FOR = {
-    _TRAINING: "step {step} and the next one to end",  # in which the ranks agree on it
+    _TRAINING: "step {step} and the next one to end",  # ranks agree on the stop in the next one
     _EVALUATING: "the evaluation to end",
     _SAVING: "the checkpoint to be written",
     _LEAVING: "the ranks to leave",
@@ -24,7 +24,7 @@ _WAITS_FOR = {
 
 
 class StopLimit:
-    """Deadline of the ranks of one round, from when the first stop signal was seen."""
+    """Deadline of the ranks of one round, counted from the first stop signal."""
 
     def __init__(self, launch: Launch, heartbeats: Heartbeats) -> None:
         self._launch = launch
@@ -36,8 +36,8 @@ class StopLimit:
     def seconds_left(self, alive: Sequence[int]) -> float:
         """Return the seconds that ranks have left, counted from the first call.
 
-        Ranks that write a checkpoint have the whole grace time; others are ended a little sooner where their
-        snapshots can be saved by ranks that are started again.
+        Ranks that write a checkpoint have the whole grace time. Others are ended a little earlier if restarted ranks
+        can save their snapshots.
 
         Args:
             alive: Ranks that have not ended.
@@ -53,15 +53,15 @@ class StopLimit:
         return self._began + seconds - now
 
     def extend(self, seconds: float) -> None:
-        """Leave out time for which this process, and the ranks with it, stood still."""
+        """Extend the deadline by time for which this process and its ranks were stopped."""
         if self._began is not None:
             self._began += seconds
 
     def is_half_over(self, seconds_left: float) -> bool:
-        """Return, once, whether less time is left than has passed: time to look where ranks are.
+        """Return, once, whether less time is left than has passed: time to probe the ranks.
 
         Args:
-            seconds_left: As `seconds_left` returned them.
+            seconds_left: Result of `seconds_left`.
         """
         if self._was_half_over or self._began is None or time.monotonic() - self._began < seconds_left:
             return False
@@ -69,7 +69,7 @@ class StopLimit:
         return True
 
     def words(self, alive: Sequence[int]) -> str | None:
-        """Return what a stop waits for, once, when it takes longer than most steps; None otherwise.
+        """Return, once, the reason for a stop that takes longer than most steps; otherwise None.
 
         Args:
             alive: Ranks that have not ended.
@@ -88,7 +88,7 @@ class StopLimit:
 
 
 def save_seconds(launch: Launch) -> float:
-    """Return the part of the grace time that is left for saving snapshots."""
+    """Return the seconds of the grace time that are reserved for saving snapshots."""
     return min(_SAVE_SECONDS, launch.grace_seconds * _SAVE_FRACTION)
 
 
@@ -97,12 +97,12 @@ def has_left_snapshots(
 ) -> bool:
     """Return whether ranks ended after one stop signal without a checkpoint, so that snapshots may be left to save.
 
-    Of ranks that diverged nothing is to be saved: what they have in memory may be as wrong as their weights.
+    Ranks that diverged have nothing to save: their snapshots may be as wrong as their weights.
 
     Args:
-        launch: Of the ranks.
+        launch: Launch of the ranks.
         ends: How they ended.
-        received: Stop signals that came.
+        received: Received stop signals.
         has_begun: Whether a rank of this round has begun a step; before that ranks leave without a checkpoint.
     """
     is_first = launch.saves_snapshots and launch.orders.stopped_by is None and len(received) == 1

@@ -1,7 +1,7 @@
-"""The rounds of a job: all ranks of the nodes that are there start together, end together, and so on.
+"""Rounds of a job: all ranks of the present nodes start together and end together, until there is no further round.
 
-The leader decides after each round whether there is another one, and of which nodes. Every node decides for itself only
-whether it still knows the leader. A run on one host is that of a node without peers.
+After each round the leader decides whether there is another one, and with which nodes. Every node decides by itself
+only whether it still reaches the leader. A run on one host is that of a node without peers.
 """
 
 import importlib
@@ -36,21 +36,20 @@ from dure.process.round_orders import RoundPlan
 from dure.process.stop_signals import signals_held_back
 
 _PREPARATION_SECONDS = 600.0
-"""Seconds in which all nodes of a first round must have imported what their ranks need."""
+"""Seconds that all nodes of a first round have to import what their ranks need."""
 _LAST_WORD_SECONDS = 30.0
-"""Seconds that a node that was asked to stop between two rounds waits for the leader's last message."""
+"""Seconds that a node waits for the leader's last message, after a stop request between two rounds."""
 
 
 def run_workers(launch: Launch) -> Outcome:
     """Run this host's part of a job, round by round, leave no process behind, and return how all ranks ended.
 
-    The first rank that fails gives the others a second to end by themselves; then they are killed, unless it is one
-    that they can do without. Then all are started again in a new round, as often as `launch.restarts` allows. The
-    first stop signal is passed on to all ranks, which checkpoint and end; a second
-    one kills them.
+    After the first rank failed, the others have a second to end by themselves; then they are killed, unless they can
+    continue without it. Then all are restarted in a new round, as often as `launch.restarts` allows. The first stop
+    signal is forwarded to all ranks, which checkpoint and end; a second one kills them.
 
     Raises:
-        EnvironmentLacks: A fork was asked for where it cannot work, or the system starts no more processes.
+        EnvironmentLacks: Fork was requested where it cannot work, or the system cannot start another process.
     """
     by_fork, nodes = decide_to_fork(launch), launch.nodes
     workers = list[Worker]()
@@ -60,7 +59,7 @@ def run_workers(launch: Launch) -> Outcome:
         try:
             signals.interrupt_from_here()
             if by_fork:
-                # once, before any rank exists: a second and a half of imports that every rank would pay
+                # once, before any rank exists: a second and a half of imports that every rank would need
                 importlib.import_module(launch.entry).before_fork(launch.job)
             rounds.run()
         except StoppedBeforeStart:
@@ -82,39 +81,39 @@ def run_workers(launch: Launch) -> Outcome:
 
 
 class _Rounds:
-    """The rounds of one host."""
+    """Rounds of one host."""
 
     def __init__(
         self, launch: Launch, memory: SurvivingMemory, workers: list[Worker], received: list[int], *, by_fork: bool
     ) -> None:
         self.launch, self.nodes, self.memory = launch, launch.nodes, memory
         self.workers, self.received, self.by_fork = workers, received, by_fork
-        """The workers of a round stay there, ended, until the next one begins."""
+        """Ended workers of a round stay in the list until the next one begins."""
         self.last = launch
-        """The launch of the last round."""
+        """Launch of the last round."""
         self.hang: HangVerdict | None = None
         self.restarts = Restarts(launch.restarts)
         self.plan = RoundPlan()
-        """Plan of the next round; of nodes that do not lead, what of it would hold if they led."""
+        """Plan of the next round; on other nodes than the leader, the part of it that would apply if they led."""
         self.expected = {member.node_rank for member in self.nodes.members}
         """Node ranks for which the next round waits."""
         self.patience = time.monotonic() + _PREPARATION_SECONDS
         """Monotonic time until which it waits."""
         self.hope = 0.0
-        """Monotonic time until which it also waits for nodes that cannot be reached."""
+        """Monotonic time until which it also waits for unreachable nodes."""
         self.is_saving = False
-        """True if a stop signal has come, so that the next round only saves what the ranks have left in memory."""
+        """True if a stop signal has arrived, so that the next round only saves the ranks' snapshots."""
         self.is_waiting = False
-        """True if it has been reported that too few nodes are there."""
+        """True if it has been reported that too few nodes are present."""
         self._listener: socket.socket | None = None
-        """Socket of the next round's store, on the leader, and of the one under way."""
+        """Socket of the next or the current round's store, on the leader."""
 
     def run(self) -> None:
         """Run rounds until there is no more."""
         nodes = self.nodes
         nodes.is_under_way = True
         if nodes.reception is not None and self.launch.way_back is not None:
-            nodes.reception.folder = self.launch.way_back.folder  # from here on nodes may come
+            nodes.reception.folder = self.launch.way_back.folder  # from now on nodes may join
         if not nodes.is_leader:
             nodes.send_to_first(Ready())
         while (ready := self._next()) is not None:
@@ -132,7 +131,7 @@ class _Rounds:
             if nodes.is_leader and not self._goes_on():
                 return
 
-    # --- the beginning of a round
+    # --- start of a round
 
     def _next(self) -> tuple[RoundPlan, StoreSocket] | None:
         """Wait for the next round; None when there is none."""
@@ -144,7 +143,7 @@ class _Rounds:
             if self._is_at_end():
                 return None
             if nodes.has_lost_leader or (nodes.lease is not None and nodes.lease.is_deposed):
-                self.workers.clear()  # others have gone on: their ends mean nothing now, and a signal ends this wait
+                self.workers.clear()  # others have continued: these ends mean nothing now, and a signal ends this wait
                 if not self._find_leader():
                     return None
                 continue
@@ -159,15 +158,15 @@ class _Rounds:
                 report_hang(self.launch, [], found[0])
 
     def _heed_stop(self) -> None:
-        """Let the next round only save what is left in memory, if a stop signal has come."""
+        """Restrict the next round to saving snapshots if a stop signal has arrived."""
         if self.received and not self.is_saving and self._can_save():
             self.is_saving = True
             self.plan = self.plan.stopped_by(self.received[0])
             self.patience = time.monotonic() + save_seconds(self.last)
-            self.nodes.exchange_signals(self.received)  # or others would take it for one that is meant for that round
+            self.nodes.exchange_signals(self.received)  # otherwise other nodes would take it for a signal to that round
 
     def _is_at_end(self) -> bool:
-        """Return whether there is no other round."""
+        """Return whether there is no further round."""
         nodes = self.nodes
         is_stopped = self.received and not (self.is_saving and len(self.received) == 1)
         return bool(nodes.is_over or nodes.lost or nodes.refusal is not None or is_stopped)
@@ -175,7 +174,7 @@ class _Rounds:
     def _can_save(self) -> bool:
         """Return whether the ranks of all nodes have ended without a checkpoint, and have left snapshots to save.
 
-        Where another node leads, as far as it can be known here: the leader decides, and the others wait for its word.
+        If another node leads, as far as known here: the leader decides, and the others wait for its message.
         """
         nodes, news = self.nodes, self.nodes.news
         if not nodes.is_leader:
@@ -189,10 +188,10 @@ class _Rounds:
         )
 
     def _enough(self) -> list[Member] | None:
-        """Return the nodes of the next round once they are there and ready, on the leader."""
+        """Return the nodes of the next round once they are present and ready, on the leader."""
         nodes = self.nodes
         known = {member.node_rank: member for member in nodes.members}
-        if nodes.reception is not None and not self.is_saving:  # who comes has nothing to save
+        if nodes.reception is not None and not self.is_saving:  # joining nodes have nothing to save
             known |= nodes.reception.waiting
         there = {rank for rank in known if nodes.is_known(rank)}
         ready = {rank for rank in there if rank == nodes.me.node_rank or rank in nodes.ready}
@@ -226,15 +225,15 @@ class _Rounds:
         if nodes.is_outdated:
             self.memory.forget()
         host = self._store_host()
-        with signals_held_back():  # one that comes meanwhile finds a socket that is known, and so closed
-            # the store is served on this very socket: no other process can take its port
+        with signals_held_back():  # after a signal the socket must be in the attribute, to be closed
+            # the store is served on this same socket: no other process can take its port
             listener = self._listener = listening_on(host)
         port = int(listener.getsockname()[1])
         nodes.open_round(port, self.plan)
         return self.plan, StoreSocket(host=host, port=port, listener=listener)
 
     def close_store(self) -> None:
-        """Close the socket on which the store is served; a process that serves it has its own."""
+        """Close the socket on which the store is served; a process that serves it has its own copy."""
         if self._listener is not None:
             self._listener.close()
 
@@ -243,7 +242,7 @@ class _Rounds:
         return "127.0.0.1" if len(nodes.members) == 1 else nodes.member(nodes.leader).address
 
     def _placed(self, plan: RoundPlan) -> Launch:
-        """Return what is started here in this round, after people were told why there is one."""
+        """Return the launch of this round on this host, after printing the reason for the round."""
         listener, is_leader = self.launch.listener, self.nodes.is_leader
         if not is_leader:
             self.plan = plan  # this node may lead later
@@ -255,10 +254,10 @@ class _Rounds:
             listener.change(plan.change)
         return replace(self.launch, orders=plan.orders)
 
-    # --- its end
+    # --- end of a round
 
     def _finish(self) -> None:
-        """Let all nodes know how the ranks here ended."""
+        """Report to all nodes how the ranks here ended."""
         nodes, workers = self.nodes, self.workers
         show_what_was_said(self.last, workers)
         ends = [end if nodes.is_alone else replace(end, node=str(nodes.me)) for end in self._own_ends()]
@@ -309,7 +308,7 @@ class _Rounds:
         return True
 
     def _find_leader(self) -> bool:
-        """Find out who leads now; the ranks here have ended. False when the run does not go on here."""
+        """Find the current leader; the ranks here have ended. False if the run does not continue here."""
         way_back, nodes = self.launch.way_back, self.nodes
         said = nodes.news.shaken
         if way_back is None:
@@ -330,7 +329,7 @@ class _Rounds:
         return True
 
     def part(self) -> None:
-        """Tell the others that this is the end, or wait for the leader to say so."""
+        """Announce the end to the others, or wait for the leader's announcement."""
         nodes = self.nodes
         if nodes.is_leader:
             if not nodes.is_over:

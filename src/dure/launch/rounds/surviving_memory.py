@@ -8,7 +8,7 @@ from dure.process.heartbeat import Heartbeats
 
 
 class SurvivingMemory:
-    """Memory of a run that outlives its ranks: the supervisor holds it, in no file system."""
+    """Memory that outlives the ranks of a run, held by the supervisor and in no file system."""
 
     def __init__(self, launch: Launch) -> None:
         self.heartbeat_fd = unnamed_file("dure-heartbeats")
@@ -28,11 +28,11 @@ class SurvivingMemory:
         return any(os.fstat(descriptor).st_size for descriptor in self.snapshot_fds)
 
     def forget(self) -> None:
-        """Forget all snapshots: others have gone on meanwhile, from another one."""
+        """Discard all snapshots: other nodes have continued meanwhile from another state."""
         for descriptor in self.snapshot_fds:
             os.ftruncate(descriptor, 0)
 
     def close(self) -> None:
-        """Give it back."""
+        """Release the memory."""
         for descriptor in self.descriptors:
             os.close(descriptor)

@@ -1,1 +1,1 @@
-"""Scripts under `dure run`, as a rank runs them."""
+"""Execution of scripts in the ranks of `dure run`."""

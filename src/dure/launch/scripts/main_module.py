@@ -1,4 +1,4 @@
-"""The module `__main__` of a rank, made as `python script.py` and `python -m module` make it."""
+"""Module `__main__` of a rank, set up as by `python script.py` and `python -m module`."""
 
 import builtins
 import gc
@@ -20,7 +20,7 @@ def run_as_main(target: str, *, is_module: bool) -> None:
     """Run a script, a folder or archive with a `__main__.py`, or a module, in a fresh `__main__` that stays.
 
     Args:
-        target: What stands behind `python`, or behind `python -m`. `sys.argv[0]` is set already.
+        target: Argument of `python` or of `python -m`. `sys.argv[0]` is set already.
         is_module: Whether it is a module's name.
     """
     launched_from = {os.getcwd(), os.path.dirname(os.path.realpath(sys.argv[0]))}
@@ -29,14 +29,14 @@ def run_as_main(target: str, *, is_module: bool) -> None:
         main.__annotations__ = {}
     vars(main)["__builtins__"] = builtins
     sys.modules["__main__"] = main
-    if "__mp_main__" in sys.modules:  # its name in processes that multiprocessing spawns
+    if "__mp_main__" in sys.modules:  # its name in processes spawned by multiprocessing
         sys.modules["__mp_main__"] = main
-    # as runpy has it: absolute, but neither normalised nor free of links
+    # as in runpy: absolute, but neither normalised nor without links
     path = os.path.join(os.getcwd(), target)
     sys.argv[0] = target
     if is_module:
         _put_first(os.getcwd(), launched_from)
-        # what the interpreter itself calls for -m, by that name
+        # the function that the interpreter itself calls for -m
         runpy._run_module_as_main(target)  # type: ignore[attr-defined]
     elif pkgutil.get_importer(path) is not None:
         _put_first(path, launched_from, is_needed=True)
@@ -49,7 +49,7 @@ def run_as_main(target: str, *, is_module: bool) -> None:
 
 
 def _put_first(folder: str, launched_from: set[str], *, is_needed: bool = False) -> None:
-    """Put a folder where the interpreter has put the one that dure was started from."""
+    """Insert a folder at the position of the one from which dure was started."""
     if not sys.flags.safe_path and sys.path and sys.path[0] in launched_from:
         del sys.path[0]
     if is_needed or not sys.flags.safe_path:
@@ -67,7 +67,7 @@ def _code_of(path: str) -> CodeType:
 
 
 def traceback_of_main(error: BaseException) -> TracebackType | None:
-    """Return an exception's traceback without the frames that led to the script; None if no line of it ran."""
+    """Return an exception's traceback without the frames above the script; None if no line of it ran."""
     found = error.__traceback__
     while found is not None and found.tb_frame.f_code.co_filename.startswith((OWN_ROOT, "<frozen runpy")):
         found = found.tb_next
@@ -75,7 +75,7 @@ def traceback_of_main(error: BaseException) -> TracebackType | None:
 
 
 def exit_code_of(leave: SystemExit) -> int:
-    """Return the exit code that Python makes of a `SystemExit`, with its message shown if it has one."""
+    """Return Python's exit code for a `SystemExit`, and print its message if it has one."""
     if leave.code is None:
         return 0
     if isinstance(leave.code, int):
@@ -85,16 +85,16 @@ def exit_code_of(leave: SystemExit) -> int:
 
 
 _MORE_FILES = (("tempfile", "_TemporaryFileWrapper"), ("zipfile", "ZipFile"))
-"""Classes that are no files by their bases, and are finished when they are closed."""
+"""Classes that do not derive from files, but are finished by closing them."""
 
 
 def finish_files(marker: list[object]) -> None:
-    """Write down what files that the script left open still hold, as the interpreter does when it takes itself down.
+    """Flush files that the script left open, as the interpreter does when it shuts down.
 
     Args:
-        marker: An object as old as the script. What is older is none of its own, and `gc.freeze` hides it.
+        marker: Object that is as old as the script. Older objects are not the script's, and `gc.freeze` hides them.
     """
-    if not any(each is marker for each in gc.get_objects()):  # the script froze its own too, as some do to save time
+    if not any(each is marker for each in gc.get_objects()):  # the script called gc.freeze too, as some do to save time
         gc.unfreeze()
     standard = {id(stream) for name in ("stdin", "stdout", "stderr") for stream in _layers(getattr(sys, name))}
     more = [getattr(sys.modules.get(module), name, None) for module, name in _MORE_FILES]
@@ -106,19 +106,19 @@ def finish_files(marker: list[object]) -> None:
     ]
     for each in sorted(found, key=lambda each: _turn(type(each))):
         with suppress(Exception):
-            # gzip's, zipfile's and the like write the end of a file only when they are closed
+            # gzip, zipfile and the like write the end of a file only when they are closed
             each.close() if _turn(type(each)) == 1 else each.flush()
 
 
 def _turn(kind: type) -> int:
-    """Return when a file's turn is: what writes into another one goes first."""
+    """Return a file's position in the order: files that write into others come first."""
     if issubclass(kind, io.TextIOBase):
         return 0
     return 2 if kind.__module__ == "_io" else 1
 
 
 def _layers(stream: object) -> Iterator[object]:
-    """Yield a stream and those below it; what a script puts in its place may name itself."""
+    """Yield a stream and those below it; a script's replacement may contain itself."""
     seen: set[int] = set()
     while stream is not None and id(stream) not in seen:
         seen.add(id(stream))

@@ -1,4 +1,4 @@
-"""The entry of a rank that runs a user's script: all is as under `torchrun`, and no line of it changed."""
+"""Entry point of a rank that runs a user's script: everything is as under `torchrun`, and the script is unchanged."""
 
 import ast
 import atexit
@@ -27,14 +27,15 @@ if TYPE_CHECKING:
 
 _kept: list[object] = []
 """Objects that the script leaves behind. A process group that is destroyed while the interpreter is alive joins its
-threads with Python's lock held, which gloo's threads want too (5 of 11 plain DDP scripts hung so)."""
+threads with the GIL held, which gloo's threads need too (5 of 11 plain DDP scripts hung so).
+"""
 _LOOPBACK = "lo0" if sys.platform == "darwin" else "lo"
 _INTERFACE_VARIABLES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "TP_SOCKET_IFNAME")
 _LOCAL_RANK_FLAGS = {"dash": "--local-rank", "underscore": "--local_rank"}
 
 
 def before_fork(job: ScriptJob) -> None:
-    """Import once, in the process that forks the ranks, what all of them need."""
+    """Import common modules once, in the process that forks the ranks."""
     from dure.torchcompat import import_late_parts
 
     import_late_parts()
@@ -45,14 +46,14 @@ def main(job: ScriptJob, place: Place) -> int:
     """Run one rank's script in this process and return its exit code.
 
     Args:
-        job: Which script, and how.
-        place: Where this rank is.
+        job: Script and its settings.
+        place: Context of this rank.
     """
-    if not os.isatty(0) and os.getpgrp() != os.getpid():  # torchrun and mpirun gave it a group of its own already
-        # a terminal, or `timeout`, signals the whole group, and the supervisor passes on what it gets: once is enough;
-        # and a script that signals its group is to reach its own processes
+    if not os.isatty(0) and os.getpgrp() != os.getpid():  # torchrun and mpirun have already given it its own group
+        # A terminal, or `timeout`, signals the whole group, and the supervisor forwards the same signal: once is
+        # enough. And a script that signals its group should reach only its own processes.
         os.setpgrp()
-    before_fork(job)  # of a spawned rank; a forked one has it
+    before_fork(job)  # needed by a spawned rank; a forked one has inherited it
     os.environ.update(environment(job, place))
     _set_threads(place.threads)
     _meet(place)
@@ -63,20 +64,20 @@ def main(job: ScriptJob, place: Place) -> int:
     except BaseException as error:
         try:
             _be_deaf()
-        except BaseException:  # of a handler of the script's, for a signal that was due just now
+        except BaseException:  # from a handler of the script, for a signal that was just due
             _be_deaf()
         _kept.append(error)
         code = _fail_once(error, place, step[0])
-    if os.getpid() == pid:  # a process that the script forked comes here as well
+    if os.getpid() == pid:  # a process forked by the script gets here as well
         _note_end(place.rank.rank, heartbeats, step[0])
     return _leave_in_order(code, marker)
 
 
 def environment(job: ScriptJob, place: Place) -> dict[str, str]:
-    """Return what torchrun sets, and so what scripts read."""
+    """Return the variables that torchrun sets, and that scripts therefore read."""
     assert place.store is not None
     rank = place.rank
-    # or gloo, NCCL and RPC would listen on whatever address the host's name has; what the user has set stays
+    # otherwise gloo, NCCL and RPC would listen on the address of the host's name; the user's settings are kept
     loopback = {} if job.num_nodes > 1 else {name: os.environ.get(name, _LOOPBACK) for name in _INTERFACE_VARIABLES}
     return {
         **loopback,
@@ -90,7 +91,7 @@ def environment(job: ScriptJob, place: Place) -> dict[str, str]:
         "TORCHELASTIC_RESTART_COUNT": str(place.round),
         "TORCHELASTIC_MAX_RESTARTS": str(job.max_restarts),
         "TORCHELASTIC_RUN_ID": job.run,
-        # the store is served already: see `meet_at_served_store`
+        # the store is already served: see `meet_at_served_store`
         "TORCHELASTIC_USE_AGENT_STORE": "1",
         "TORCH_NCCL_ASYNC_ERROR_HANDLING": os.environ.get("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1"),
         "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(place.threads)),
@@ -98,13 +99,13 @@ def environment(job: ScriptJob, place: Place) -> dict[str, str]:
 
 
 def _be_deaf() -> None:
-    """Heed no stop signal any more: this rank ends anyway, and what a handler raises would take its word why."""
+    """Ignore stop signals from now on: this rank ends anyway, and an exception in a handler would lose its report."""
     for number in STOP_SIGNALS:
         signal.signal(number, signal.SIG_IGN)
 
 
 def _set_threads(threads: int) -> None:
-    """Do what OMP_NUM_THREADS would have done had it been set before torch was imported."""
+    """Set the number of threads as OMP_NUM_THREADS would have done before torch was imported."""
     import torch
 
     torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]) if os.environ["OMP_NUM_THREADS"].isdecimal() else threads)
@@ -118,12 +119,12 @@ def _meet(place: Place) -> None:
 
 
 def _heartbeats(place: Place) -> Heartbeats | None:
-    """Map the memory for them, once: the script may close the descriptor."""
+    """Map the heartbeat memory, once: the script may close the descriptor."""
     return None if place.heartbeat_fd is None else Heartbeats(place.heartbeat_fd, place.rank.world_size)
 
 
 def _tell_of_steps(rank: int, heartbeats: Heartbeats | None) -> list[int]:
-    """Let every optimiser's step be a heartbeat; return the count, which goes on."""
+    """Make every optimiser step a heartbeat; return the live count of steps."""
     from torch.optim.optimizer import register_optimizer_step_post_hook
 
     from dure.torchcompat import SequenceNumber
@@ -171,11 +172,11 @@ def _run(job: ScriptJob, place: Place) -> int:
 
 
 def _be_as_python_begins() -> None:
-    """Give back what a fresh interpreter has and a fork, or a command of ours, has not."""
+    """Restore the state of a fresh interpreter that a fork, or a command of dure, has changed."""
     for number in heeded_signals():
         signal.signal(number, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    # forks of one process would all draw the same; Python's own generator sees to that itself
+    # forks of one process would all draw the same numbers; Python's own generator handles that itself
     import torch
 
     torch.seed()
@@ -186,9 +187,9 @@ def _be_as_python_begins() -> None:
 
 
 def local_rank_flag(script: Path) -> str | None:
-    """Return the flag by which a script written for the old launcher wants its local rank, or None.
+    """Return the flag for the local rank in a script written for the old launcher, or None.
 
-    `torch.distributed.launch` gave it as an argument; such a script's parser does not read the environment.
+    `torch.distributed.launch` passed it as an argument; such a script's parser does not read the environment.
     """
     try:
         tree = ast.parse(script.read_bytes())
@@ -207,12 +208,12 @@ def _fail_once(error: BaseException, place: Place, step: int) -> int:
 
     try:
         return told_undisturbed(lambda: _fail(error, place, step))
-    except RuntimeError:  # the handler that `told_undisturbed` keeps away came just before it could
+    except RuntimeError:  # raised by the handler that `told_undisturbed` disables, just before it was disabled
         return told_undisturbed(lambda: _fail(error, place, step))
 
 
 def _fail(error: BaseException, place: Place, step: int) -> int:
-    """Show the traceback as Python would, and leave word for the verdict over all ranks."""
+    """Print the traceback as Python would, and write a report for the verdict over all ranks."""
     from dure.failures.report import describe_failure, leave_word
 
     error.__traceback__ = traceback_of_main(error)
@@ -239,19 +240,19 @@ def _fail(error: BaseException, place: Place, step: int) -> int:
 
 
 def _collective() -> str | None:
-    """Name the collective that this rank is in, or was in when it failed."""
+    """Return the name of the collective in which this rank is, or was when it failed."""
     from dure.torchcompat import flight_record
 
     try:
         calls = [collective_from(told) for told in flight_record()]
-    except RuntimeError:  # the group is in no state to be asked
+    except RuntimeError:  # the state of the group does not permit it
         return None
     return next((str(call) for call in calls if call.is_pending), str(calls[-1]) if calls else None)
 
 
 def _leave_in_order(code: int, marker: list[object]) -> int:
-    """Do what the interpreter does at its end, up to where torch's threads abort: that part is left out."""
-    atexit.unregister(gc.freeze)  # of the command that forked this rank
+    """Do the interpreter's shutdown up to the point at which torch's threads abort; the rest is left out."""
+    atexit.unregister(gc.freeze)  # registered by the command that forked this rank
     try:
         threading._shutdown()  # type: ignore[attr-defined]  # threads, and pools that were not shut down
         atexit._run_exitfuncs()

@@ -1,1 +1,1 @@
-"""Process of one rank: its start, its stacks and answers while it runs, and what it leaves behind."""
+"""Process of one rank: its start, its stacks and replies while it runs, and its report."""

@@ -1,4 +1,4 @@
-"""Beginning and end of a worker process."""
+"""Start and end of a worker process."""
 
 import errno
 import gc
@@ -23,7 +23,7 @@ _is_worker = False
 
 
 def is_worker() -> bool:
-    """Tell whether this process is a worker that a supervisor of ours started."""
+    """Return whether this process is a worker that dure's supervisor started."""
     return _is_worker
 
 
@@ -34,18 +34,18 @@ class Output:
     log: str | None = None
     """Log file for both streams; None for the terminal, where stdout is joined to stderr, or the descriptors below."""
     descriptors: tuple[int, int] | None = None
-    """Descriptors for stdout and stderr."""
+    """Descriptors for stdout and stderr; None if they are the log's or the terminal's."""
     has_live_line: bool = False
-    """True if the reader of the descriptors shows an unfinished line on a terminal and writes it over."""
+    """True if the reader of the descriptors shows an unfinished line on a terminal and overwrites it."""
     is_terminal: bool = False
-    """True if all three streams stay as they are."""
+    """True if all three streams are unchanged."""
 
 
 def run_in_child(entry: Callable[[Place], int], place: Place, output: Output, parent_pid: int) -> None:
-    """Make this new process a worker, run it, and end without going back into the parent's code.
+    """Make this new process a worker, run it, and end without returning to the parent's code.
 
-    `os._exit` keeps the interpreter's shutdown from destroying torch's threads in an order that aborts: of plain
-    finished DDP scripts about one in four ends with SIGABRT.
+    `os._exit` keeps the interpreter's shutdown from destroying torch's threads in an order that aborts: about one in
+    four plain DDP scripts that finish ends with SIGABRT.
     """
     global _is_worker
     code = 1
@@ -58,12 +58,12 @@ def run_in_child(entry: Callable[[Place], int], place: Place, output: Output, pa
         place = _out_of_reach(place)
         if place.stacks_fd is not None:
             os.environ[MARK_VARIABLE] = mark_of(place.stacks_fd)
-        # what lives now belongs to the parent's copy: collecting it here would only touch and so copy its pages
+        # live objects belong to the parent's copy: collecting them here would only touch, and so copy, their pages
         gc.freeze()
         _accept_signals()
         observe(place)
         code = entry(place)
-    except BaseException:  # nothing may unwind into the supervisor's frames, which this process has a copy of
+    except BaseException:  # nothing may unwind into the supervisor's frames, of which this process has a copy
         import traceback
 
         from dure.terminal import print_traceback
@@ -74,7 +74,7 @@ def run_in_child(entry: Callable[[Place], int], place: Place, output: Output, pa
 
 
 def _out_of_reach(place: Place) -> Place:
-    """Move the supervisor's descriptors to where code that closes or opens some does not come upon them."""
+    """Move the supervisor's descriptors to numbers that code which closes or opens descriptors does not reach."""
 
     def kept(descriptor: int | None) -> int | None:
         return None if descriptor is None else keep(descriptor)
@@ -90,35 +90,36 @@ def _out_of_reach(place: Place) -> Place:
 
 
 def interface_variables(interface: str | None) -> dict[str, str]:
-    """Return what tells gloo and NCCL the way to the other hosts; where the user said one, that stays."""
+    """Return the variables that name the network interface for gloo and NCCL; the user's settings are kept."""
     if interface is None:
         return {}
-    # `=`: exactly this one, not all whose names begin so
+    # `=`: exactly this interface, not all whose names have this prefix
     named = {"GLOO_SOCKET_IFNAME": interface, "NCCL_SOCKET_IFNAME": f"={interface}"}
     return {name: value for name, value in named.items() if name not in os.environ}
 
 
 def _accept_signals() -> None:
-    # a forked copy of the supervisor's handlers would pass signals on to the other ranks, and Python's own for SIGINT
-    # unwinds from anywhere: until the entry installs its own, a signal simply ends this process, which did nothing yet
+    # A forked copy of the supervisor's handlers would forward signals to the other ranks, and Python's own for SIGINT
+    # unwinds from anywhere. Until the entry installs its own, a signal simply ends this process, which has done nothing
+    # yet.
     for number in heeded_signals():
         signal.signal(number, signal.SIG_DFL)
-    if callable(signal.getsignal(signal.SIGTSTP)):  # the supervisor's, which would stop other ranks, and too late
+    if callable(signal.getsignal(signal.SIGTSTP)):  # the supervisor's handler would stop other ranks, and too late
         signal.signal(signal.SIGTSTP, signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, HELD_SIGNALS)
 
 
 def leave(code: int) -> NoReturn:
-    """End this process now, with what it has printed."""
+    """End this process now, after flushing its output."""
     try:
         sys.stdout.flush()
         sys.stderr.flush()
     finally:
-        os._exit(code)  # also when the terminal is gone and flushing raises
+        os._exit(code)  # even if the terminal is gone and flushing raises
 
 
 def redirect_output(output: Output) -> None:
-    """Send what is printed to where it belongs.
+    """Redirect the output of this process to its destination.
 
     The results of a run go to stdout, and its workers have none: `--json` must find nothing else there.
     """
@@ -146,7 +147,7 @@ def redirect_output(output: Output) -> None:
 
 
 def _tell_size_of_terminal() -> None:
-    """Say it by the variables that stand for it, to what draws bars and cannot ask a pipe."""
+    """Set the size of the terminal in the variables for it, for code that draws bars and cannot query a pipe."""
     with suppress(OSError):
         columns, lines = os.get_terminal_size(2)
         os.environ.setdefault("COLUMNS", str(columns))
@@ -154,7 +155,7 @@ def _tell_size_of_terminal() -> None:
 
 
 class _MaybeRead(io.FileIO):
-    """Output that goes nowhere once its reader is gone: a run must not end because `| head` did, or a terminal."""
+    """Output that is discarded once its reader is gone: a run must not end because `| head` did, or a terminal."""
 
     def __init__(self, descriptor: int, name: str) -> None:
         super().__init__(descriptor, "w", closefd=False)
@@ -166,7 +167,7 @@ class _MaybeRead(io.FileIO):
             return super().write(data) or 0
         except OSError as error:
             is_reader_gone = error.errno in (errno.EPIPE, errno.EIO)
-            # a script may have put a pipe or socket of its own there, which is not to be replaced
+            # a script may have put its own pipe or socket there, which must not be replaced
             if not is_reader_gone or not os.path.samestat(self._given, os.fstat(self.fileno())):
                 raise
             nowhere = os.open(os.devnull, os.O_WRONLY)
@@ -176,7 +177,7 @@ class _MaybeRead(io.FileIO):
 
 
 class _Unbuffered(io.BufferedWriter):
-    """Output that is handed to the system at once."""
+    """Output that is passed to the system at once."""
 
     def write(self, data: Any) -> int:
         written = super().write(data)
@@ -187,5 +188,5 @@ class _Unbuffered(io.BufferedWriter):
 def _stream(descriptor: int, name: str, before: TextIO) -> "io.TextIOWrapper[Any]":
     raw = _MaybeRead(descriptor, name)
     encoding, errors = getattr(before, "encoding", None), getattr(before, "errors", None) or "replace"
-    # nothing waits in a buffer: it would be lost where a rank ends hard, the dots of a bar for one
+    # unbuffered: output in a buffer, such as the dots of a bar, would be lost if a rank is killed
     return io.TextIOWrapper(_Unbuffered(raw), encoding=encoding, errors=errors, write_through=True)

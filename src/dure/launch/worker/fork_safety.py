@@ -6,10 +6,10 @@ import threading
 
 
 def reason_not_to_fork() -> str | None:
-    """Return why a forked child could hang or fail here, or None when nothing speaks against forking.
+    """Return the reason why a forked child could hang or fail here, or None if there is none.
 
-    A fork copies one thread only: locks that others held stay locked, and OpenMP's pool in the child waits for threads
-    that are not there. CUDA does not survive a fork at all.
+    A fork copies only one thread: locks held by others stay locked, and OpenMP's pool in the child waits for threads
+    that do not exist. CUDA does not survive a fork at all.
     """
     if not sys.platform.startswith("linux"):
         return f"forking is not safe on {sys.platform}"
@@ -23,16 +23,17 @@ def is_kernel() -> bool:
     """Return whether this process is the kernel of a notebook.
 
     It always has threads, and `multiprocessing` and the shell commands of cells fork it all the time. A fresh
-    interpreter would not know what its cells have defined.
+    interpreter would not have the definitions of its cells.
     """
     get_shell = getattr(sys.modules.get("IPython"), "get_ipython", None)
     return get_shell is not None and getattr(get_shell(), "kernel", None) is not None
 
 
 def reason_fork_would_fail(threads: int) -> str | None:
-    """Return why a forked child is certain to fail or hang when it computes with `threads` threads, or None.
+    """Return the reason why a forked child that computes with `threads` threads certainly fails or hangs, or None.
 
-    Python threads are no such reason: whether one holds a lock at the wrong moment, only who asks for a fork can know.
+    Python threads are no such reason: only the user who requests a fork can know whether one holds a lock at the wrong
+    moment.
     """
     torch = sys.modules.get("torch")
     if torch is not None and torch.cuda.is_initialized():
@@ -45,7 +46,7 @@ def reason_fork_would_fail(threads: int) -> str | None:
 
 
 def _is_cuda_poisoned() -> bool:
-    """Return whether torch would refuse CUDA in a forked child, which only a forked child can tell."""
+    """Return whether torch would refuse CUDA in a forked child, which only a forked child can find out."""
     import torch
 
     pid = os.fork()
@@ -57,8 +58,8 @@ def _is_cuda_poisoned() -> bool:
 def _has_openmp_threads() -> bool:
     """Return whether a thread of this process sleeps inside an OpenMP library.
 
-    The kernel tells the instruction at which a thread sleeps; the map of memory tells which library that is. NumPy's
-    OpenBLAS threads, which do survive a fork, sleep in libc instead.
+    The kernel provides the instruction at which a thread sleeps, and the memory map the library. NumPy's OpenBLAS
+    threads, which survive a fork, sleep in libc instead.
     """
     try:
         with open("/proc/self/maps", encoding="utf-8", errors="replace") as file:

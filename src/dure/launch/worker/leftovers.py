@@ -1,8 +1,8 @@
 """Processes that a rank started and that outlive it, such as the loader processes of a script: found and ended.
 
-An orphan has another parent, and perhaps a session of its own. But what a rank forked holds the unnamed file
-that the rank was given, and what it executed has its environment. Two are left alone: children of this very process,
-whose program may fork while ranks run, and programs in a session of their own (daemons, `tmux`), which others may use.
+An orphan has another parent, and perhaps its own session. But processes forked by a rank hold the rank's unnamed file,
+and processes that it executed have its environment. Two kinds are left alone: children of this process itself, whose
+program may fork while ranks run, and programs in their own session (daemons, `tmux`), which others may use.
 """
 
 import os
@@ -15,11 +15,11 @@ from contextlib import suppress
 MARK_VARIABLE = "DURE_RANK_MARK"
 _PATIENCE_SECONDS = 1.0
 _END_BY_THEMSELVES = (b"multiprocessing.resource_tracker", b"torch_shm_manager")
-"""Programs that take away the shared memory of processes that are gone, and then end."""
+"""Programs that remove the shared memory of processes that are gone, and then end."""
 
 
 def mark_of(descriptor: int) -> str:
-    """Return what tells a rank's processes from all others: the number of an unnamed file that only they have open."""
+    """Return a mark of a rank's processes: the number of an unnamed file that only they have open."""
     found = os.fstat(descriptor)
     return f"{found.st_dev}-{found.st_ino}"
 
@@ -28,8 +28,8 @@ def end_leftovers(marks: Collection[str], since_ticks: int) -> None:
     """End all processes of ranks that are gone (Linux).
 
     Args:
-        marks: Of the ranks.
-        since_ticks: When the first of the ranks was started, by `started_at`; no process of theirs is older.
+        marks: Marks of the ranks.
+        since_ticks: Start of the first of the ranks, by `started_at`; none of their processes is older.
     """
     if not sys.platform.startswith("linux"):
         return
@@ -46,7 +46,7 @@ def end_leftovers(marks: Collection[str], since_ticks: int) -> None:
 
 
 def started_at(pid: int) -> int:
-    """Return when a process was started, in the system's ticks; 0 if it cannot be told."""
+    """Return the start time of a process, in the system's ticks; 0 if it is unknown."""
     try:
         return int(_read(f"/proc/{pid}/stat").rpartition(b")")[2].split()[19])
     except (OSError, IndexError):
@@ -70,9 +70,9 @@ def _marked(marks: Collection[str], since_ticks: int) -> Iterator[int]:
 
 
 def _descends_from_here(parent: int) -> bool:
-    """Return whether a process whose parent this is is none of a dead rank's: whose are, have lost that parent."""
+    """Return whether a process with this parent is not a dead rank's: those of dead ranks have lost their parent."""
     me = os.getpid()
-    if me == 1:  # of a container, who gets all orphans
+    if me == 1:  # init of a container, which adopts all orphans
         return False
     while parent > 1 and parent != me:
         parent = int(_read(f"/proc/{parent}/stat").rpartition(b")")[2].split()[1])

@@ -1,4 +1,4 @@
-"""Questions to one rank and its answers, on a socket, which the thread of `dure.launch.worker.responder` answers."""
+"""Requests to one rank and its replies, on a socket; the thread of `dure.launch.worker.responder` replies."""
 
 import select
 import socket
@@ -13,7 +13,7 @@ _MOST_BYTES = 2**20
 
 
 class Questions:
-    """Questions to a rank, and its answers; nothing here waits."""
+    """Channel for requests to a rank and its replies; no method blocks."""
 
     def __init__(self, connection: socket.socket) -> None:
         self._connection = connection
@@ -23,10 +23,10 @@ class Questions:
         self.is_over = False
         """True if the rank has closed its end."""
         self.is_free = True
-        """True if nothing is being asked; a rank that cannot answer is not to find a thousand questions."""
+        """True if no request is pending; a rank that cannot reply must not find a thousand requests later."""
 
     def ask(self, what: str) -> int:
-        """Ask, and return the question's number; an answer to an earlier question is not taken for one to this."""
+        """Send a request, and return its number; a reply to an earlier request does not match it."""
         self._number += 1
         self._answers.clear()
         self.is_free = False
@@ -35,7 +35,7 @@ class Questions:
         return self._number
 
     def take(self, number: int) -> dict[str, Any] | None:
-        """Return the answer to a question, if it has come."""
+        """Return the reply to a request, or None if it has not arrived."""
         self._receive()
         return self._answers.pop(number, None)
 
@@ -68,7 +68,7 @@ class Questions:
 
 
 def wait_for_answers(questions: Sequence[Questions], most_seconds: float) -> None:
-    """Return when one of them may have an answer, or after that time."""
+    """Return when one of them may have a reply, or after `most_seconds`."""
     poll = select.poll()
     for one in questions:
         poll.register(one.fileno(), select.POLLIN)

@@ -1,9 +1,9 @@
-"""Inside a rank: what answers the supervisor when it asks where the rank is, whatever that is doing.
+"""Responder inside a rank, which replies to the supervisor's requests for its state, whatever the rank is doing.
 
-A thread waits in a system call until it is asked, and costs nothing meanwhile. It holds Python's lock while it reads
-the frames of the others, so they stand still, and no system call of theirs is interrupted: a script does not notice
-that it is looked at. Where native code keeps the lock, the thread cannot answer. Then the supervisor sends a signal to
-this very thread, whose handler in C writes all stacks without the lock.
+A thread waits in a system call for requests, and costs nothing meanwhile. It holds the GIL while it reads the frames of
+the others, so they stand still and none of their system calls is interrupted: a script does not notice the probe. If
+native code holds the GIL, the thread cannot reply. Then the supervisor sends a signal to this same thread, whose
+handler in C writes all stacks without the GIL.
 """
 
 import _thread
@@ -23,14 +23,13 @@ from dure.process.context import Place
 from dure.process.own_descriptors import is_own
 
 STACKS_SIGNAL = signal.SIGRTMIN + 7 if hasattr(signal, "SIGRTMIN") else None
-"""Signal on which a rank writes its stacks. Programs hardly ever use it; SIGUSR1 and SIGUSR2 are often theirs."""
+"""Signal on which a rank writes its stacks. Programs hardly ever use it; SIGUSR1 and SIGUSR2 are often used."""
 
 MOST_COLLECTIVES = 64
-"""Number of the last collectives that are reported: no person would read more, and a rank that waits makes no more
-calls."""
+"""Maximum number of reported collectives: no person would read more, and a rank that waits makes no more calls."""
 
 STATE, COUNT = "state", "count"
-"""Questions to a rank: its whole state, or only the number of its calls of process groups."""
+"""Requests to a rank: its whole state, or only the number of its process-group calls."""
 
 LENGTH = struct.Struct("<I")
 _QUESTIONS_BYTES = 4096
@@ -38,22 +37,22 @@ _CRASHES = {signal.SIGSEGV, signal.SIGABRT, signal.SIGFPE, signal.SIGILL}
 
 
 def observe(place: Place) -> None:
-    """Begin to answer. The main thread has to call this."""
+    """Start to reply to requests. The main thread has to call this."""
     observer = None if place.questions_fd is None else _start_observer(place.questions_fd)
     if place.stacks_fd is not None and STACKS_SIGNAL is not None:
         who = "" if observer is None else f"observer {observer}\n"
         where = f"main thread 0x{threading.get_ident():x}\nstacks {place.stacks_fd}\n"
         os.write(place.stacks_fd, f"{where}{who}".encode())
         faulthandler.register(STACKS_SIGNAL, file=place.stacks_fd, all_threads=True, chain=False)
-        # the stacks at a crash in native code go there too: nothing else would tell the line. Of all threads, for
-        # gloo's own, which aborts where ranks do not agree on a shape, has no line of Python
+        # Stacks at a crash in native code are written there too: nothing else would show the line. Of all threads,
+        # because gloo's own, which aborts if ranks disagree on a shape, has no line of Python.
         faulthandler.enable(file=place.stacks_fd, all_threads=True)
 
 
 def _start_observer(descriptor: int) -> int:
-    """Start the thread that answers, and return its number in the system.
+    """Start the responding thread, and return its number in the system.
 
-    It is none that `threading` knows: some scripts wait for every thread in its list.
+    It is not in the list of `threading`: some scripts wait for every thread in it.
     """
     questions, main = socket.socket(fileno=descriptor), threading.get_ident()
     numbers: list[int] = []
@@ -71,7 +70,7 @@ def _start_observer(descriptor: int) -> int:
 
 
 def _answer(questions: socket.socket, main: int) -> None:
-    if STACKS_SIGNAL is not None:  # signals are the script's: this thread must not be the one that gets them
+    if STACKS_SIGNAL is not None:  # signals are for the script: this thread must not receive them
         signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals() - {STACKS_SIGNAL} - _CRASHES)
     rest = b""
     while True:
@@ -87,11 +86,11 @@ def _answer(questions: socket.socket, main: int) -> None:
                 questions.sendall(LENGTH.pack(len(answer)) + answer)
         except OSError:
             break
-    questions.detach()  # its number may be another file's by now, which is not to be closed
+    questions.detach()  # its number may belong to another file by now, which must not be closed
 
 
 def _told(main: int) -> dict[str, Any]:
-    """Return what this process knows of itself; what cannot be had must not keep the rest back."""
+    """Return this process's own state; an unavailable part must not prevent the rest."""
     me = threading.get_ident()
     innermost = {ident: frame for ident, frame in sys._current_frames().items() if ident != me}
     told: dict[str, Any] = {
@@ -122,7 +121,7 @@ def _calls_made() -> int:
     compat = sys.modules.get("dure.torchcompat")
     try:
         return -1 if compat is None else int(compat.calls_made())
-    except Exception:  # a group that is just being made or taken down
+    except Exception:  # a group that is just being created or destroyed
         return -1
 
 

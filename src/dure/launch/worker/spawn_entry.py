@@ -1,4 +1,4 @@
-"""The entry of a worker that was not forked: `python -m dure.launch.worker.spawn_entry '{...}'`."""
+"""Entry point of a worker that was not forked: `python -m dure.launch.worker.spawn_entry '{...}'`."""
 
 import importlib
 import json
@@ -11,10 +11,10 @@ from dure.process.jobs import job_from_json
 
 
 def main() -> None:
-    """Read what the supervisor told this process, and run."""
+    """Read the supervisor's argument, and run."""
     told = json.loads(sys.argv[1])
     job, place = job_from_json(told["job"]), record_from_json(Place, told["place"])
-    # the task must not find the supervisor's words among its own arguments
+    # the task must not find it among its own arguments
     del sys.argv[1:]
 
     def entry(place: Place) -> int:

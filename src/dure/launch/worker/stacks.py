@@ -1,4 +1,4 @@
-"""Python stacks that a rank writes when it crashes or cannot answer, and its main thread's fields in `/proc`."""
+"""Python stacks that a rank writes when it crashes or cannot reply, and its main thread's fields in `/proc`."""
 
 import itertools
 import os
@@ -13,7 +13,7 @@ _MAIN = re.compile(r"^main thread 0x([0-9a-f]+)$", re.M)
 _THREAD = re.compile(r"^(?:Current thread|Thread) 0x([0-9a-f]+)[^\n]*:\n((?:  [^\n]*\n?)*)", re.M)
 _FRAME = re.compile(r'^  File "(.+)", line (\d+) in (.+)$', re.M)
 Threads = tuple[tuple[Frame, ...], tuple[tuple[Frame, ...], ...]]
-"""The main thread's frames, and those of the others."""
+"""Frames of the main thread, and those of the others."""
 
 
 def head(descriptor: int) -> str:
@@ -21,12 +21,12 @@ def head(descriptor: int) -> str:
 
 
 def written_stacks(descriptor: int, begin: int) -> Threads:
-    """Read what a rank's handler has written since `begin`."""
+    """Return the stacks that a rank's handler has written since `begin`."""
     return parse_stacks(head(descriptor), os.pread(descriptor, _STACKS_LIMIT_BYTES, begin).decode(errors="replace"))
 
 
 def crash_frames(descriptor: int) -> tuple[Frame, ...]:
-    """Return where a rank's main thread was when native code crashed, the innermost first; nothing if it did not."""
+    """Return the main thread's frames at a crash in native code, the innermost first; empty if there was none."""
     text = os.pread(descriptor, _STACKS_LIMIT_BYTES, 0).decode(errors="replace")
     head, is_crash, told = text.rpartition("Fatal Python error: ")
     return parse_stacks(head, told)[0] if is_crash else ()
@@ -38,10 +38,10 @@ def _frames(text: str) -> tuple[Frame, ...]:
 
 
 def parse_stacks(head: str, text: str) -> tuple[tuple[Frame, ...], tuple[tuple[Frame, ...], ...]]:
-    """Read what `faulthandler` wrote.
+    """Parse the output of `faulthandler`.
 
     Args:
-        head: The line that names the main thread.
+        head: Line that names the main thread.
         text: One dump of all threads.
     """
     named = _MAIN.search(head)
@@ -57,17 +57,17 @@ def parse_stacks(head: str, text: str) -> tuple[tuple[Frame, ...], tuple[tuple[F
 
 
 def without_launcher(frames: Iterable[Frame]) -> tuple[Frame, ...]:
-    """Leave out the frames that started this process: what a forked one has of its parent's stack is not its own."""
+    """Return frames without those that started this process, which a fork copies from its parent's stack."""
     return tuple(itertools.takewhile(lambda frame: frame.file != _LAUNCHER, frames))
 
 
 def is_stopped(pid: int) -> bool:
-    """Tell whether a signal or a debugger holds a process."""
+    """Return whether a signal or a debugger has stopped a process."""
     return proc_stat(pid)[0] in ("T", "t")
 
 
 def proc_stat(pid: int) -> list[str]:
-    """Return the main thread's fields in `/proc` from the state on; the name before it may hold anything."""
+    """Return the main thread's fields in `/proc` from the state on; the name before it may contain anything."""
     try:
         with open(f"/proc/{pid}/task/{pid}/stat", encoding="utf-8", errors="replace") as file:
             return file.read().rpartition(")")[2].split()

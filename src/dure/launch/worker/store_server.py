@@ -1,7 +1,7 @@
-"""The key-value store of ranks that run a script: served by a process that is none of them.
+"""Key-value store of ranks that run a script, served by a separate process.
 
-A script's rank 0 may end before the others, and with it a store that it serves. A store of its own for each round also
-means that the addresses of dead ranks are never read by the next ones, which is how restarts under torchrun hang.
+A script's rank 0 may end before the others, and with it a store that it serves. Also, with a separate store for each
+round, the next ranks never read the addresses of dead ones, which is how restarts under torchrun hang.
 """
 
 import os
@@ -17,27 +17,27 @@ _TIMEOUT_SECONDS = 1800.0
 
 
 class StoreServer:
-    """A process that serves a store on a socket that is bound already, as long as this object is open."""
+    """Process that serves a store on a bound socket, as long as this object is open."""
 
     def __init__(self, listener: socket.socket, *, by_fork: bool) -> None:
-        """Start it.
+        """Start the process.
 
         Args:
             listener: Bound and listening; its address is the store's.
-            by_fork: Whether this process may be forked; it then has imported torch.
+            by_fork: Whether this process may be forked; it has then imported torch.
         """
         self._process: subprocess.Popen[bytes] | None = None
         with signals_held_back():
             self.pid = _forked(listener) if by_fork else self._spawn(listener)
 
     def _spawn(self, listener: socket.socket) -> int:
-        """Start it with a new interpreter; return its process id."""
+        """Start the process with a new interpreter; return its process id."""
         command = [sys.executable, "-m", "dure.launch.worker.store_server", str(listener.fileno()), str(os.getpid())]
         self._process = subprocess.Popen(command, pass_fds=[listener.fileno()], stdin=subprocess.DEVNULL)
         return self._process.pid
 
     def close(self) -> None:
-        """End it; what it kept is of no use to the next round."""
+        """End the process; its contents are of no use to the next round."""
         os.kill(self.pid, signal.SIGKILL)
         if self._process is None:
             os.waitpid(self.pid, 0)
@@ -46,7 +46,7 @@ class StoreServer:
 
 
 def _forked(listener: socket.socket) -> int:
-    """Fork it; return its process id."""
+    """Fork the process; return its process id."""
     parent = os.getpid()
     pid = os.fork()
     if pid == 0:

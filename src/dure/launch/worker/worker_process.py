@@ -1,4 +1,4 @@
-"""Process of one rank, as its supervisor polls and signals it."""
+"""Process of one rank, as polled and signalled by its supervisor."""
 
 import os
 import signal
@@ -20,21 +20,21 @@ from dure.launch.worker.stacks import crash_frames, is_stopped
 from dure.process.context import CUT, DEPARTURE
 
 REPORT_LIMIT_BYTES = 2**20
-"""Bytes that are read of what a rank has left of its failure."""
+"""Maximum bytes read of a rank's failure report."""
 
 
 @dataclass(eq=False)
 class Worker:
-    """One rank's process."""
+    """Process of one rank."""
 
     rank: int
     pid: int
     report_fd: int
-    """Descriptor of an unnamed file for the report of a rank that fails, which works on a full disk too."""
+    """Descriptor of an unnamed file for the report of a rank that fails, which works even if the disk is full."""
     stacks_fd: int
-    """Descriptor of an unnamed file for its Python stacks, written when it is asked for them or crashes."""
+    """Descriptor of an unnamed file for its Python stacks, written on a signal or at a crash."""
     questions: Questions
-    """Channel on which the rank can be asked where it is."""
+    """Channel for requests for the rank's state."""
     process: "subprocess.Popen[bytes] | None" = None
     """Handle of a spawned worker; None for a forked one."""
     pidfd: int | None = None
@@ -52,7 +52,7 @@ class Worker:
         self.mark, self.started_at = mark_of(self.stacks_fd), started_at(self.pid)
 
     def poll(self) -> None:
-        """Take note of the end, if it has ended."""
+        """Record the end, if it has ended."""
         if self.process is not None:
             code = self.process.poll()
         else:
@@ -62,7 +62,7 @@ class Worker:
             self.oom.look()
         else:
             failure, departure = _last_words(_read_report(self.report_fd) or {})
-            # an exception is the task's, and would come again on another rank; what kills a process is the machine's
+            # an exception is due to the task, and would recur on another rank; a kill is due to the machine
             was_killed = code < 0 and code not in STOP_ENDS and not self.was_stopped and failure is None
             is_out_of_memory = self.oom.was_killed() if was_killed and code == -signal.SIGKILL else None
             self.end = WorkerEnd(
@@ -81,7 +81,7 @@ class Worker:
             self._close()
 
     def asked_cut(self) -> float | None:
-        """Return for how many seconds it asks that its host fall silent, once."""
+        """Return for how many seconds it requests its host's silence, once."""
         if self.end is not None or not os.fstat(self.report_fd).st_size:
             return None
         seconds = (_read_report(self.report_fd) or {}).get(CUT)
@@ -90,13 +90,13 @@ class Worker:
         return None if seconds is None else float(seconds)
 
     def send(self, number: int) -> None:
-        """Send a signal, unless it is gone."""
+        """Send a signal, unless the process is gone."""
         if self.end is None:
-            with suppress(ProcessLookupError):  # a handler may send while `poll` reads what it has left
+            with suppress(ProcessLookupError):  # a handler may send one while `poll` reads the report
                 os.kill(self.pid, number)
 
     def stop_at_once(self) -> None:
-        """Kill it, and remember that this end is our doing."""
+        """Kill it, and record that the supervisor caused this end."""
         if self.end is None:
             self.was_stopped, self.was_held = True, is_stopped(self.pid)
             self.send(signal.SIGKILL)
@@ -111,7 +111,7 @@ class Worker:
 
 
 def unnamed_file(name: str) -> int:
-    """Open a file that has no name in any file system, in memory where there is that."""
+    """Open a file without a name in any file system, in memory if the system supports that."""
     if hasattr(os, "memfd_create"):
         return os.memfd_create(name)
     with tempfile.TemporaryFile() as file:
@@ -119,7 +119,7 @@ def unnamed_file(name: str) -> int:
 
 
 def _last_words(report: Mapping[str, Any]) -> tuple[FailureRecord | None, Departure | None]:
-    """Return what a rank that has ended left: a failure, a departure, or neither where it is damaged."""
+    """Return the report of a rank that has ended: a failure, a departure, or neither if it is damaged."""
     with suppress(DocumentInvalid):
         if DEPARTURE in report:
             return None, departure_from_json(report[DEPARTURE])

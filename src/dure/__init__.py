@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from dure.spec import RunSpec
     from dure.training.task.task import Task
 
-# Where each public name lives. They are imported when first used, so that `dure --help` need not import torch.
+# Module of each public name. They are imported on first use, so that `dure --help` need not import torch.
 _HOMES = {
     "Task": "dure.training.task.task",
     "Sum": "dure.records.sums",

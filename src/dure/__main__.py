@@ -1,4 +1,4 @@
-"""`python -m dure` is `dure`."""
+"""Entry point of `python -m dure`, the same as `dure`."""
 
 import sys
 

@@ -1,4 +1,4 @@
-"""Fields of records that a file or a peer holds: their types with limits, and the one check of a record."""
+"""Fields of records from a file or a peer: their types with limits, and the check of a record."""
 
 from collections.abc import Callable, Mapping
 from functools import cache
@@ -9,14 +9,14 @@ from pydantic import AfterValidator, Field, TypeAdapter, ValidationError
 from dure.documents import DocumentInvalid
 
 MOST_TEXT = 2**22
-"""Longest text of a field, in characters; of a longer one the beginning is taken."""
+"""Maximum characters of a text field; longer ones are truncated."""
 _MOST_FAULTS = 3
 
 Record = TypeVar("Record")
 
 
 def _limited(text: str) -> str:
-    # the user's code decides how long a message is: what is written down of its failure must be read again
+    # the user's code decides how long a message is, and every written failure must be readable again
     return text[:MOST_TEXT]
 
 
@@ -29,16 +29,16 @@ Step = Annotated[int, Field(strict=True, ge=-1, lt=2**63)]
 Rank = Annotated[int, Field(strict=True, ge=0, lt=2**31)]
 ExitCode = Annotated[int, Field(strict=True, ge=0, lt=256)]
 Number = _Whole | Annotated[float, Field(strict=True)]
-"""Number of any kind: a whole one stays whole, and it may be infinite or none."""
+"""Number of any kind: integers stay integers, and it may be infinite or NaN."""
 Time = Annotated[float, Field(strict=True, ge=0, lt=2**63, allow_inf_nan=False)]
 """Seconds since the epoch."""
 
 
 def record_from_json(kind: type[Record], found: object) -> Record:
-    """Return a dataclass's instance from `dataclasses.asdict`'s answer, as it comes out of JSON.
+    """Return a dataclass instance from the result of `dataclasses.asdict`, after a JSON round trip.
 
     Raises:
-        DocumentInvalid: It is no such record.
+        DocumentInvalid: It is not such a record.
     """
     adapter: TypeAdapter[Record] = _adapter_of(kind)
     return checked(adapter, found, 1)
@@ -48,17 +48,17 @@ _adapter_of: Callable[[Any], TypeAdapter[Any]] = cache(TypeAdapter)
 
 
 def checked(adapter: TypeAdapter[Record], found: object, version: int) -> Record:
-    """Return a record from plain values, as a JSON document has them.
+    """Return a record from plain values, as parsed from a JSON document.
 
-    Fields that a newer version has added are passed over.
+    Fields added by newer versions are ignored.
 
     Args:
         adapter: Adapter of the record's class.
-        found: What was read. Without a `version` it is of the first.
-        version: The version that this dure writes.
+        found: Parsed values. Without a `version` they are of the first.
+        version: Version that this dure writes.
 
     Raises:
-        DocumentInvalid: It is no such record.
+        DocumentInvalid: It is not such a record.
     """
     try:
         return adapter.validate_python(found)

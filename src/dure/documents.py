@@ -1,7 +1,7 @@
-"""JSON and TOML that others wrote: files of a run, settings, messages of peers. The one reader, with limits.
+"""Reader, with limits, for JSON and TOML from elsewhere: files of a run, settings, messages of peers.
 
-Nothing that it is given makes it raise anything but `DocumentInvalid`, fills the memory, or waits for a writer that
-never comes. What fields hold is the caller's to check.
+No input makes it raise anything except `DocumentInvalid`, fills the memory, or makes it wait for a writer that never
+comes. The caller checks the contents of fields.
 """
 
 import json
@@ -15,31 +15,33 @@ from typing import Any
 from dure.units import format_bytes
 
 MOST_BYTES = 64 * 2**20
-"""Size limit of a JSON document."""
+"""Maximum bytes of a JSON document."""
 MOST_TOML_BYTES = 2**20
 MOST_DEPTH = 100
-"""Lists and objects in one another. Python's own code for what is read goes as deep again, several frames each."""
+"""Maximum nesting of lists and objects. Python code that processes the result recurses as deeply again, several frames
+each.
+"""
 
 
 class DocumentInvalid(ValueError):
-    """Fault of a document, as the rest of a sentence that began with its name."""
+    """Fault of a document, as the rest of a sentence that begins with its name."""
 
 
 def read_json(path: Path, *, at_most: int = MOST_BYTES) -> Any:
-    """Read a file of JSON.
+    """Read a JSON file.
 
     Raises:
-        DocumentInvalid: It is no regular file, too large, too deep or no JSON.
+        DocumentInvalid: It is not a regular file, too large, too deep or not JSON.
         OSError: The system cannot read it.
     """
     return parse_json(read_bytes(path, at_most=at_most))
 
 
 def read_toml(path: Path) -> dict[str, Any]:
-    """Read a file of TOML.
+    """Read a TOML file.
 
     Raises:
-        DocumentInvalid: It is no regular file, too large, too deep or no TOML.
+        DocumentInvalid: It is not a regular file, too large, too deep or not TOML.
         OSError: The system cannot read it.
     """
     try:
@@ -50,14 +52,14 @@ def read_toml(path: Path) -> dict[str, Any]:
         raise DocumentInvalid(f"is not UTF-8 text (byte {error.start}): TOML files are") from None
     except RecursionError:
         raise DocumentInvalid(_too_deep(MOST_DEPTH)) from None
-    except ValueError as error:  # a whole number of more digits than Python reads
+    except ValueError as error:  # an integer of more digits than Python reads
         raise DocumentInvalid(f"cannot be read: {error}") from None
     _check_depth(found, MOST_DEPTH)
     return found
 
 
 def not_waiting(name: str, flags: int) -> int:
-    """Open a file without waiting for a writer, should it be a pipe: the `opener` of `open`."""
+    """Open a file without waiting for a writer if it is a pipe: an `opener` for `open`."""
     return os.open(name, flags | os.O_NONBLOCK)
 
 
@@ -65,10 +67,10 @@ def read_bytes(path: Path, *, at_most: int) -> bytes:
     """Read a regular file of limited size.
 
     Raises:
-        DocumentInvalid: It is something else, or larger.
+        DocumentInvalid: It is not a regular file, or it is larger.
         OSError: The system cannot read it.
     """
-    # a pipe in its place would let the reader wait for ever
+    # a pipe in its place would make the reader wait forever
     with open(path, "rb", opener=not_waiting) as file:
         found = os.fstat(file.fileno())
         if not stat.S_ISREG(found.st_mode):
@@ -83,12 +85,12 @@ def parse_json(text: bytes | str, *, may_repeat_keys: bool = False, most_depth: 
     """Parse JSON.
 
     Args:
-        text: In UTF-8.
-        may_repeat_keys: Whether an object may have a key twice, of which the last counts: not to look is faster.
-        most_depth: The depth from which on it is refused; None: as deep as Python's parser goes.
+        text: JSON in UTF-8.
+        may_repeat_keys: Whether an object may have a key twice, of which the last counts: faster without the check.
+        most_depth: Maximum depth; None for the limit of Python's parser.
 
     Raises:
-        DocumentInvalid: It is too deep or no JSON.
+        DocumentInvalid: It is too deep or not JSON.
     """
     try:
         text = text if isinstance(text, str) else text.decode()

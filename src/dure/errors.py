@@ -1,8 +1,8 @@
 """Exceptions of dure, as one tree.
 
 DureError                     exit code 1
-├── Misuse                    2   the user can mend it; shown as one sentence, never with a traceback
-│   ├── SpecInvalid               settings that cannot be; all faults at once
+├── Misuse                    2   the user can fix it; shown as one sentence, never with a traceback
+│   ├── SpecInvalid               invalid settings; all faults at once
 │   ├── TaskInvalid               the task file, a missing method, a wrong return
 │   ├── DataInvalid               empty, iterable or missing data
 │   ├── RunInvalid                no such run, a name that is taken or leaves the runs folder
@@ -11,17 +11,17 @@ DureError                     exit code 1
 │   └── UnusedParameters          parameters that got no gradient under DDP
 ├── EnvironmentLacks          3   a device, a library, an operating-system ability
 ├── CheckpointDamaged         1   torn, altered or bit-flipped; named
-├── CheckpointNotWritten      1   the system refused to write one, for another reason than room
+├── CheckpointNotWritten      1   the system refused to write one, for a reason other than space
 ├── LossNotFinite             1   rank, step and sample indices
-├── WeightsNotFinite          1   the parameter, where a checkpoint was to be written
+├── WeightsNotFinite          1   the parameter, when a checkpoint is written
 ├── RanksDisagree             1   model, order, dtype, seed or versions differ between ranks
-├── ReplicasDiverged          1   ranks that held the same hold something else: which, where, since when
-├── PeerLost                  1   another rank went away; never the first cause
-│   └── GroupShrank               1   one that the others can do without: what was begun is begun again
+├── ReplicasDiverged          1   replicas differ: which, where, since when
+├── PeerLost                  1   another rank is gone; never the first cause
+│   └── GroupShrank               1   a rank that the others can do without; the exchange is repeated
 ├── WorkerFailed              1   the verdict over all ranks
-├── SubmissionRefused         1   a cluster's own command did not take a job
-├── RunsDiffer                4   `dure diff` found where two runs part
-├── FoundProblem              4   `dure doctor --fail-on` found something as grave as that
+├── SubmissionRefused         1   a cluster's own command refused a job
+├── RunsDiffer                4   `dure diff` found where two runs diverge
+├── FoundProblem              4   `dure doctor --fail-on` found a problem of at least that severity
 └── Interrupted               129, 130 or 143; 75 after SIGUSR1
 """
 
@@ -33,27 +33,27 @@ DONE, FAILED, MISUSE, ENVIRONMENT, FOUND = 0, 1, 2, 3, 4
 
 
 class DureError(Exception):
-    """Base of every error that dure raises on purpose."""
+    """Base class of all errors that dure raises deliberately."""
 
     exit_code: int = FAILED
 
     def _render_traceback_(self) -> list[str]:
-        """Return what IPython and notebooks show: the message has the user's own lines, ours say nothing to them."""
+        """Return the traceback for IPython and notebooks: the message has the user's lines, and dure's do not help."""
         return [f"{type(self).__name__}: {self}"]
 
     def __str__(self) -> str:
-        """Return the message as it may be shown: it has what files, tasks and other ranks say in it."""
+        """Return the message with control characters escaped: it may contain text of files, tasks and other ranks."""
         return printable(super().__str__())
 
 
 class Misuse(DureError):
-    """Something that the user can mend."""
+    """Error that the user can fix."""
 
     exit_code = MISUSE
 
 
 class SpecInvalid(Misuse):
-    """Settings that cannot be. `faults` holds every one of them, in words."""
+    """Invalid settings. `faults` lists all of them as sentences."""
 
     def __init__(self, faults: Sequence[str]) -> None:
         self.faults = tuple(faults)
@@ -61,41 +61,41 @@ class SpecInvalid(Misuse):
 
 
 class TaskInvalid(Misuse):
-    """A task that cannot be loaded, lacks a method or returns the wrong thing."""
+    """Task that cannot be loaded, lacks a method or returns a wrong value."""
 
 
 class DataInvalid(Misuse):
-    """Data that is missing, empty or of a kind that a run cannot be defined on."""
+    """Data that is missing, empty or of a kind for which a run is not defined."""
 
 
 class RunInvalid(Misuse):
-    """A folder that is no run, a name that is taken, or one that leaves the runs folder."""
+    """Folder that is not a run, or a name that is taken or leaves the runs folder."""
 
 
 class CheckpointMismatch(Misuse):
-    """A checkpoint whose tensors are not the model's."""
+    """Checkpoint with other tensors than the model's."""
 
 
 class DiskFull(Misuse):
-    """Too little free space for what has to be written."""
+    """Lack of free space for data that must be written."""
 
 
 class UnusedParameters(Misuse):
-    """Parameters that took no part in the loss although the strategy waits for their gradients."""
+    """Parameters without a part in the loss, although the strategy waits for their gradients."""
 
 
 class EnvironmentLacks(DureError):
-    """This machine or installation lacks something that was asked for."""
+    """Lack of something on this machine, or in this installation, that was requested."""
 
     exit_code = ENVIRONMENT
 
 
 class CheckpointDamaged(DureError):
-    """A checkpoint that is not, byte for byte, what was written."""
+    """Checkpoint that differs from what was written."""
 
 
 class CheckpointNotWritten(DureError):
-    """A checkpoint that the system refused to write although there was room; those before it are untouched."""
+    """Checkpoint that the system refused to write although there was space; earlier ones are untouched."""
 
 
 class StateChanged(DureError):
@@ -103,7 +103,7 @@ class StateChanged(DureError):
 
 
 class LossNotFinite(DureError):
-    """A NaN or infinite loss on some rank. `culprits` holds each such rank with the samples of its share."""
+    """NaN or infinite loss on some ranks. `culprits` contains each such rank with the samples of its share."""
 
     def __init__(self, message: str, culprits: Sequence[Mapping[str, object]] = ()) -> None:
         self.culprits = tuple(culprits)
@@ -111,36 +111,36 @@ class LossNotFinite(DureError):
 
 
 class WeightsNotFinite(DureError):
-    """A NaN or infinite weight where a checkpoint was to be written; those before it are untouched."""
+    """NaN or infinite weight found when a checkpoint is written; earlier ones are untouched."""
 
 
 class RanksDisagree(DureError):
-    """Ranks of one run that do not agree on what is being run."""
+    """Disagreement of ranks of one run on what they run."""
 
 
 class ReplicasDiverged(DureError):
-    """Ranks that must hold the same, bit by bit, and do not."""
+    """Divergence of replicas that must be bitwise identical."""
 
     def __init__(self, message: str, go_back_to: int | None = None) -> None:
         self.go_back_to = go_back_to
-        """Samples seen when all agreed last, where the run is to go on from there; None if it is to end."""
+        """Samples seen when the replicas last agreed, if the run continues from there; None if it ends."""
         super().__init__(message)
 
 
 class PeerLost(DureError, RuntimeError):
-    """Another rank went away in the middle of a collective. A consequence, never a first cause.
+    """Loss of another rank during a collective. A consequence, never a first cause.
 
-    A RuntimeError, as torch's own are, and where a backend raises it with their word (closed, timeout): scripts catch
-    the one and look for the other.
+    It is a RuntimeError, as torch's own errors are, and has the backend's wording (closed, timeout) if a backend raises
+    it, because scripts catch that class and search for that wording.
     """
 
 
 class GroupShrank(PeerLost):
-    """A rank that the others can do without went away while they exchanged something: they begin it again."""
+    """Loss of a rank that the others can do without, during an exchange: they repeat it."""
 
 
 class WorkerFailed(DureError):
-    """One or more ranks failed; the message is the verdict, the first causal failure in front."""
+    """Failure of one or more ranks; the message is the verdict, which begins with the first cause."""
 
     def __init__(self, verdict: str, exit_code: int = FAILED) -> None:
         self.exit_code = exit_code
@@ -148,23 +148,23 @@ class WorkerFailed(DureError):
 
 
 class SubmissionRefused(DureError):
-    """A cluster's own command (`sbatch`, `kubectl`) said no; its words are the message."""
+    """Refusal by a cluster's own command (`sbatch`, `kubectl`); its output is the message."""
 
 
 class RunsDiffer(DureError):
-    """Two runs that were compared and are not the same."""
+    """Difference between two runs that were compared."""
 
     exit_code = FOUND
 
 
 class FoundProblem(DureError):
-    """A diagnosis found what it was asked to fail on."""
+    """Finding of a diagnosis on which it was asked to fail."""
 
     exit_code = FOUND
 
 
 class Interrupted(DureError):
-    """The run was asked to stop by a signal and can be resumed."""
+    """Stop of the run by a signal; the run can be resumed."""
 
     def __init__(self, message: str, exit_code: int) -> None:
         self.exit_code = exit_code

@@ -1,7 +1,8 @@
-"""Files of a run as their owner's alone: made as readable as the folder that they are in, and never through a link.
+"""Files of a run, private by default: created with the permissions of their folder, and never through a link.
 
-A run's folder is made with mode 0700, or, if its owner shares it, with what the umask lets through. Whatever is made in
-it later asks the folder, so that no setting has to be passed on, and `chmod` of the folder decides about new files.
+A run's folder is created with mode 0700, or, if its owner shares it, with the mode that the umask permits. Files
+created in it later take their mode from the folder, so that no setting has to be passed on, and `chmod` of the folder
+determines the mode of new files.
 """
 
 import errno
@@ -11,16 +12,16 @@ from pathlib import Path
 
 PRIVATE = 0o700
 SHARED = 0o777
-"""Mode of what others may read as far as the umask lets them."""
+"""Mode of files that others may read as far as the umask permits."""
 
 
 def make_folder(path: Path, *, exist_ok: bool = False) -> None:
-    """Make a folder that is as readable as the one that it is in.
+    """Create a folder with the permissions of its parent.
 
-    A link to a folder is not taken for one that exists: what is written into it would be written elsewhere.
+    A link to a folder does not count as an existing one: its contents would be written elsewhere.
 
     Raises:
-        OSError: The system does not make it, or it is a link.
+        OSError: The system cannot create it, or it is a link.
     """
     try:
         path.mkdir(mode=_mode(path.parent))
@@ -32,22 +33,22 @@ def make_folder(path: Path, *, exist_ok: bool = False) -> None:
 
 
 def open_own(path: Path | str, flags: int) -> int:
-    """Open a file of a run, or make one, and return its descriptor; for `open` of Python an opener.
+    """Open or create a file of a run, and return its descriptor; an opener for Python's `open`.
 
-    A link in the file's place is refused: it would let its maker have any file of the caller's written.
+    A link in the file's place is refused: its creator could make the caller overwrite any of its own files.
 
     Raises:
-        OSError: The system does not open it, or it is a link.
+        OSError: The system cannot open it, or it is a link.
     """
     folder = os.path.dirname(path) or "."
     return os.open(path, flags | os.O_NOFOLLOW | os.O_CLOEXEC, _mode(folder) & 0o666)
 
 
 def touch(path: Path) -> None:
-    """Make an empty file where none is.
+    """Create an empty file if there is none.
 
     Raises:
-        OSError: The system does not make it, or a link is in its place.
+        OSError: The system cannot create it, or there is a link in its place.
     """
     os.close(open_own(path, os.O_WRONLY | os.O_CREAT))
 

@@ -1,7 +1,7 @@
-"""Tables and coloured text for people, escaped: the only place that has a console of rich, or makes its texts.
+"""Tables and coloured text, escaped: the only module that uses a console or texts of rich.
 
-rich takes `[red]` for markup and passes escape sequences on. Here strings are literal, and what a terminal would obey
-is written out before a table is laid out, so that its columns stay straight.
+rich interprets `[red]` as markup and passes escape sequences on. Here strings are literal, and control characters are
+escaped before a table is laid out, so that its columns stay aligned.
 """
 
 import os
@@ -16,11 +16,11 @@ from rich.text import Text
 from dure.terminal import one_line, print_drawn, printable
 
 PIPE_COLUMNS = 160
-"""Width where stdout is no terminal: wide enough that no run name is broken, so that `grep` finds it."""
+"""Columns if stdout is no terminal: wide enough that no run name is broken, so that `grep` finds it."""
 
 
 def styled(text: object, style: str = "", *, overflow: Literal["fold", "crop"] | None = None) -> Text:
-    """Return a name or a sentence in one style; a line break in it is written out."""
+    """Return a name or a sentence in one style; line breaks in it are escaped."""
     return Text(one_line(text), style=style, overflow=overflow)
 
 
@@ -30,19 +30,19 @@ def styled_lines(text: str, style: str = "") -> Text:
 
 
 def joined(*parts: str | Text | tuple[str, str]) -> Text:
-    """Return parts side by side, each a string, a string with its style, or a text."""
+    """Return parts joined into one text, each a string, a string with its style, or a text."""
     pairs = ((part, "") if isinstance(part, str | Text) else part for part in parts)
     texts = (text if isinstance(text, Text) else styled(text, style) for text, style in pairs)
     return Text(overflow="fold").join(texts)
 
 
 def draw(result: RenderableType) -> None:
-    """Print a result for people, as wide as the terminal; plain where there is none or `NO_COLOR` is set."""
+    """Print a result at the width of the terminal; without colours if there is none or `NO_COLOR` is set."""
     print_drawn(drawn(result, None if sys.stdout.isatty() or "COLUMNS" in os.environ else PIPE_COLUMNS))
 
 
 def drawn(result: RenderableType, width: int | None) -> str:
-    """Return what `draw` prints in so many columns."""
+    """Return the output of `draw` for a width in columns."""
     console = _Console(width=width, highlight=False, markup=False, emoji=False)
     with console.capture() as capture:
         console.print(result)
@@ -51,7 +51,7 @@ def drawn(result: RenderableType, width: int | None) -> str:
 
 
 class _Console(Console):
-    """A console whose strings are literal and escaped, and which lets no other control character through."""
+    """Console with literal, escaped strings, without any other control character."""
 
     def render_str(self, text: str, **options: Any) -> Text:
         return super().render_str(one_line(text), **options)

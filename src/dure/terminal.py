@@ -1,7 +1,7 @@
-"""The way out to the terminal: everything that is shown is written here, or drawn by `dure.styled`, and escaped.
+"""Output to the terminal: all of it is written here, or drawn by `dure.styled`, and escaped.
 
-What comes from a file, a task or another rank must not clear the terminal, set its title, turn the direction of text
-or stand on a line as if dure had written it. A house test sees that no other module prints.
+Text from a file, a task or another rank must not clear the terminal, set its title, change the direction of text or
+look like a line of dure's own. A house test checks that no other module prints.
 """
 
 import io
@@ -15,18 +15,18 @@ from contextlib import suppress
 from typing import Any, TextIO
 
 _INDENT = "  "
-"""Indent of further lines of a message: only dure's own begin at the left margin."""
+"""Indentation of further lines of a message: only dure's own begin at the left margin."""
 
 
 def printable(text: str, *, kept: str = "\n\t") -> str:
-    r"""Return a text in which every control character is written out, as `\x1b`; letters of any script stay.
+    r"""Return a text with every control character escaped, such as `\x1b`; letters of any script are kept.
 
-    Written out are also what turns or joins text unseen (bidirectional controls, zero-width characters), line
-    separators and lone surrogates.
+    Characters that invisibly reorder or join text (bidirectional controls, zero-width characters), line separators and
+    lone surrogates are escaped too.
 
     Args:
-        text: From anywhere.
-        kept: Control characters that stay.
+        text: Text of any origin.
+        kept: Control characters that are kept.
     """
     if text.isascii() and text.isprintable():
         return text
@@ -34,25 +34,25 @@ def printable(text: str, *, kept: str = "\n\t") -> str:
 
 
 def one_line(text: object) -> str:
-    """Return a name, a path or a value as it may stand in a line: line breaks are written out, too."""
+    """Return a name, a path or a value for use within a line: line breaks are escaped too."""
     return printable(str(text), kept="")
 
 
 def message(text: str) -> str:
-    """Return a sentence as dure says it, in lines of which none but the first begins at the left margin."""
+    """Return a message with all lines except the first indented."""
     return indented(f"dure: {text}")
 
 
 def indented(text: str) -> str:
-    """Return a text whose lines behind the first do not begin at the left margin, where dure's own do."""
+    """Return a text with all lines after the first indented, because dure's own begin at the left margin."""
     first, *rest = printable(text).split("\n")
     return "\n".join([first, *(line if not line or line[0].isspace() else f"{_INDENT}{line}" for line in rest)])
 
 
 def shell_word(text: object) -> str:
-    r"""Return a path or a value as one word of a command that people paste into a shell.
+    r"""Return a path or a value as one word of a command that can be pasted into a shell.
 
-    Control characters are written out in the form that shells read, `$'a\nb'`: none of them ends the word.
+    Control characters are escaped in the syntax of shells, `$'a\nb'`: none of them ends the word.
     """
     word = str(text)
     if printable(word, kept="") == word:
@@ -82,20 +82,20 @@ def _written_out(char: str) -> str:
 
 
 def replace_what_no_terminal_has() -> None:
-    """Let a terminal that is not UTF-8 show '?' for a letter that it lacks, instead of our traceback."""
+    """Make a terminal that is not UTF-8 show '?' for characters that it lacks, instead of raising an error."""
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")
 
 
 def tell(text: str) -> None:
-    """Write to stderr what dure says of a run while it goes on, if stderr still has a reader."""
+    """Write a message about a run in progress to stderr, if stderr still has a reader."""
     with suppress(OSError):
         tell_last(text)
 
 
 def tell_last(text: str) -> None:
-    """Write to stderr what dure says.
+    """Write a message to stderr.
 
     Raises:
         OSError: The stream has no reader.
@@ -104,7 +104,7 @@ def tell_last(text: str) -> None:
 
 
 def print_traceback(text: str) -> None:
-    """Write a traceback to stderr, which has messages of a task's exceptions in it."""
+    """Write a traceback, which may contain messages of a task's exceptions, to stderr."""
     print(printable(text).rstrip("\n"), file=sys.stderr, flush=True)
 
 
@@ -114,25 +114,25 @@ def print_text(text: str) -> None:
 
 
 def print_json(document: Any) -> None:
-    """Write one JSON document to stdout. Not-a-number and infinity, which JSON lacks, become null."""
-    text = json.dumps(_finite(document), indent=2, default=str)  # ASCII, and of that only DEL is not escaped
+    """Write one JSON document to stdout. NaN and infinity, which JSON lacks, become null."""
+    text = json.dumps(_finite(document), indent=2, default=str)  # ASCII, of which only DEL is not escaped
     print(text.replace("\x7f", "\\u007f"))
 
 
 def pass_on(text: str, *, is_error: bool) -> None:
-    """Write what a rank elsewhere has printed; each state of its progress bar is a line."""
+    """Write output of a rank on another host; each state of its progress bar is a line."""
     stream = sys.stderr if is_error else sys.stdout
     stream.write(printable(text.replace("\r\n", "\n").replace("\r", "\n")))
     stream.flush()
 
 
 def print_drawn(drawn: str) -> None:
-    """Write to stdout what `dure.styled.draw` has drawn."""
+    """Write the output of `dure.styled.draw` to stdout."""
     sys.stdout.write(drawn)
 
 
 def end_open_line() -> None:
-    """Leave a terminal on a fresh line."""
+    """Leave a terminal on a new line."""
     if sys.stderr.isatty():
         print(file=sys.stderr)
 
@@ -151,18 +151,18 @@ def _finite(value: Any) -> Any:
 
 
 def has_live_line(stream: TextIO | None = None) -> bool:
-    """Return whether a stream's (stderr's) last line can be written over: a terminal, no dumb one, or a cell."""
+    """Return whether a stream's (stderr's) last line can be overwritten: on a terminal, not a dumb one, or a cell."""
     stream = stream or sys.stderr
     return (stream.isatty() and os.environ.get("TERM") != "dumb") or is_notebook(stream)
 
 
 def is_notebook(stream: TextIO | None = None) -> bool:
-    """Return whether a stream (stderr) shows in a notebook, which knows a carriage return but erases nothing."""
+    """Return whether a stream (stderr) is shown in a notebook, which supports carriage returns but erases nothing."""
     return any(cls.__module__ == "ipykernel.iostream" for cls in type(stream or sys.stderr).__mro__)
 
 
 def own_descriptor(stream: TextIO | None) -> int | None:
-    """Return the descriptor of standard error, None if Python's stream leads elsewhere: to a notebook, or a buffer."""
+    """Return the descriptor of standard error; None if Python's stream is a notebook's, or a buffer."""
     if stream is None:
         return 2
     try:
@@ -172,27 +172,27 @@ def own_descriptor(stream: TextIO | None) -> int | None:
 
 
 class LiveLine:
-    """A line of a stream that is written over until it is closed, among lines that stay."""
+    """Line of a stream that is overwritten until it is closed, among permanent lines."""
 
     def __init__(self, stream: TextIO | None = None, *, is_relayed: bool = False) -> None:
         """Open no line yet.
 
         Args:
-            stream: Where it is; stderr by default.
-            is_relayed: Whether the stream is a pipe to a process that shows it in a terminal, cut to its width.
+            stream: Stream of the line; stderr by default.
+            is_relayed: Whether the stream is a pipe to a process that shows it in a terminal, truncated to its width.
         """
         self._stream = stream or sys.stderr
         self._is_relayed = is_relayed
         self.is_live = is_relayed or has_live_line(self._stream)
-        """True if it can be written over; otherwise each state is a line that stays."""
+        """True if it can be overwritten; otherwise each state is a permanent line."""
         self.is_in_notebook = is_notebook(self._stream)
         self._has_color = self.is_live and not os.environ.get("NO_COLOR")
         self._erase = "" if self.is_in_notebook else "\x1b[K"
         self._drawn_columns = 0
-        """Width of the open line; 0 where there is none."""
+        """Width of the open line; 0 if there is none."""
 
     def show(self, line: str, num_colored: int = 0) -> None:
-        """Write a state of the line, the first characters coloured.
+        """Write a state of the line, with its first characters coloured.
 
         Raises:
             OSError: The stream has no reader.
@@ -205,12 +205,12 @@ class LiveLine:
             width = shutil.get_terminal_size().columns
             line = line if len(line) < width else line[: width - 2] + "…"
         colored = f"\x1b[36m{line[:num_colored]}\x1b[0m{line[num_colored:]}" if self._has_color else line
-        # relayed, a second "\r" lets what the task prints next take the line's place, not go on in it
+        # relayed: after a second "\r" the task's next output replaces the line instead of continuing it
         self._write(f"\r{colored}\r" if self._is_relayed else f"{self._over()}{colored}{self._erase}")
         self._drawn_columns = len(line)
 
     def say(self, text: str) -> None:
-        """Write lines that stay.
+        """Write permanent lines.
 
         Raises:
             OSError: The stream has no reader.
@@ -219,7 +219,7 @@ class LiveLine:
         self._write(f"{printable(text)}\n")
 
     def close(self) -> None:
-        """Leave the terminal on a fresh line.
+        """Leave the terminal on a new line.
 
         Raises:
             OSError: The stream has no reader.
@@ -229,7 +229,7 @@ class LiveLine:
             self._drawn_columns = 0
 
     def _over(self) -> str:
-        """Return what goes back to the begin of the open line; in a notebook, which erases nothing, over it."""
+        """Return the characters that move to the start of the open line; in a notebook, also blanks to overwrite it."""
         return "\r" if self._erase else f"\r{' ' * self._drawn_columns}\r"
 
     def _write(self, text: str) -> None:

@@ -1,7 +1,7 @@
-"""Every private, renamed or warning interface of torch, once.
+"""Private, renamed or warning interfaces of torch, each wrapped once.
 
-The rest of dure calls torch's public, stable names directly and these for everything else, so that a new
-torch version is one file to read and one test to run (`tests/test_torchcompat.py`, on 2.11, 2.13 and 2.14).
+The rest of dure calls torch's public, stable names directly and this module for everything else. A new torch version
+then means one file to read and one test to run (`tests/test_torchcompat.py`, on 2.11, 2.13 and 2.14).
 """
 
 import ast
@@ -42,9 +42,9 @@ from dure.errors import EnvironmentLacks
 
 
 def import_late_parts() -> None:
-    """Import what torch would import later, at a worse moment. Before a fork and before a process group.
+    """Import modules that torch would import later, at a worse moment. Before a fork and before a process group.
 
-    The first DistributedDataParallel imports `torch._dynamo`, 0.8 to 1.0 s in every rank unless it was there before
+    The first DistributedDataParallel imports `torch._dynamo`: 0.8 to 1.0 s in every rank unless it was imported before
     the fork. That in turn imports `torch.distributed.nn.functional`, whose default arguments then hold the process
     group of that moment, with its store and ports, until the interpreter ends (2.11 and 2.13).
     """
@@ -67,7 +67,7 @@ def all_gather_single(output: Tensor, input: Tensor, group: dist.ProcessGroup | 
 
 
 def reduce_scatter_single(output: Tensor, input: Tensor, group: dist.ProcessGroup | None = None) -> None:
-    """Sum every rank's `input` (world_size * N,) and leave share `rank` of it in `output` (N,).
+    """Sum every rank's `input` (world_size * N,) and store part `rank` of it in `output` (N,).
 
     2.13 has this name and deprecates `reduce_scatter_tensor`, the only one that 2.11 has.
 
@@ -78,45 +78,45 @@ def reduce_scatter_single(output: Tensor, input: Tensor, group: dist.ProcessGrou
 
 
 def group_timeout_seconds(group: dist.ProcessGroup | None = None) -> float:
-    """Return how long a collective of CPU tensors over `group` waits for a rank (private in torch)."""
+    """Return the timeout of collectives of CPU tensors over `group` (private in torch)."""
     backend = (group or dist.distributed_c10d._get_default_group())._get_backend(torch.device("cpu"))
     return backend.options._timeout.total_seconds()
 
 
 def default_store() -> dist.Store:
-    """Return the store over which the default group was made (private in torch)."""
+    """Return the store of the default group (private in torch)."""
     return dist.distributed_c10d._get_default_store()
 
 
 def abort_process_groups() -> None:
     """Destroy every process group without waiting for other ranks (private in torch; for NCCL).
 
-    `destroy_process_group` ends NCCL's communicators in order, which waits for calls under way, and ranks that wait
-    for this one in a collective never come.
+    `destroy_process_group` shuts NCCL's communicators down in an orderly way, which waits for calls in progress. Ranks
+    that wait for this one in a collective never get there.
     """
     dist.distributed_c10d._abort_process_group()
 
 
 AllgatherOptions = dist.distributed_c10d.AllgatherOptions
-"""The one kind of options of a collective without a public name."""
+"""Options class of a collective that has no public name."""
 
 
 def give_gloo(
     group: dist.ProcessGroup, store: dist.Store, rank: int, world_size: int, timeout: timedelta
 ) -> dist.ProcessGroup:
-    """Put gloo behind a process group that is written in Python, for every call that it does not override.
+    """Set gloo as the backend of a process group written in Python, for every call that it does not override.
 
     Registering backends is private in torch.
 
     Args:
         group: An object of a class that inherits from `torch.distributed.ProcessGroup`.
-        store: Of this group alone.
-        rank: In this group.
-        world_size: Of this group.
-        timeout: Of every call.
+        store: Store of this group alone.
+        rank: Rank in this group.
+        world_size: World size of this group.
+        timeout: Timeout of every call.
 
     Returns:
-        A plain group over the same gloo, for calls that the group overrides and cannot do.
+        A plain group over the same gloo, for calls that the group overrides but does not support.
 
     Communication: gloo's rendezvous through the store, blocking.
     """
@@ -129,23 +129,23 @@ def give_gloo(
 
 
 class _PlainData(pickle.Unpickler):
-    """Reads numbers, texts, lists and dictionaries; what names a class or a function is refused, so nothing runs."""
+    """Unpickler of numbers, strings, lists and dictionaries; classes and functions are refused, so nothing runs."""
 
     def find_class(self, module: str, name: str) -> Any:
         raise pickle.UnpicklingError(f"{module}.{name} is no plain data")
 
 
 def flight_record() -> list[dict[str, Any]]:
-    """Return the collectives that this process's flight recorder still knows, oldest first (private in torch).
+    """Return the collectives in this process's flight recorder, oldest first (private in torch).
 
-    The answer with frames exists pickled only; it is this process's own, made in the same line, and read as plain
-    data. torch's analyser of such records fails on those of gloo. Under NCCL the recorder has to be on
+    The result with frames exists only pickled. It is this process's own, created in the same line, and read as plain
+    data. torch's analyser of such records fails on those of gloo. Under NCCL the recorder has to be enabled
     (`TORCH_FR_BUFFER_SIZE`).
 
     Returns:
-        Of each: `group` (its name), `sequence` (the number of its collectives so far), `op`, `sizes`, `dtypes`,
-        `time` (of the call, seconds since the epoch), `is_pending`, and `frames` of the call as
-        `[file, line, function]`, the innermost first.
+        For each: `group` (its name), `sequence` (the number of its collectives so far), `op`, `sizes`, `dtypes`, `time`
+        (of the call, seconds since the epoch), `is_pending`, and `frames` of the call as `[file, line, function]`, the
+        innermost first.
     """
     if not dist.is_available() or not dist.is_initialized():
         return []
@@ -178,7 +178,7 @@ def group_members() -> dict[str, list[int]]:
 
 
 def calls_made() -> int:
-    """Return how many calls this process has made of its process groups; -1 where none counts (private in torch)."""
+    """Return the number of this process's process-group calls; -1 if none is counted (private in torch)."""
     if not dist.is_available() or not dist.is_initialized():
         return -1
     world = importlib.import_module("torch.distributed.distributed_c10d")._world
@@ -198,12 +198,12 @@ def _calls_of(group: Any) -> int:
 def call_under_way(innermost: FrameType) -> dict[str, Any] | None:
     """Return the call of `torch.distributed` that a thread is in, read from its frames; None if it is in none.
 
-    What the flight record of gloo leaves out is among the local variables of torch's own functions: sends and receives
-    as a whole, and of a broadcast its source. The caller holds Python's lock, so the frames stand still.
+    Information missing in gloo's flight record is in the local variables of torch's own functions: all sends and
+    receives, and the source of a broadcast. The caller holds the GIL, so the frames do not change.
 
     Returns:
-        `op`, `group` (its name), `role` (`src`, `dst` or None), `peer` (the rank in that role; None: any, or not
-        known), `tag`, `sizes`.
+        `op`, `group` (its name), `role` (`src`, `dst` or None), `peer` (the rank in that role; None if it is any, or
+        unknown), `tag`, `sizes`.
     """
     file = dist.distributed_c10d.__file__
     inside: list[FrameType] = []
@@ -222,7 +222,7 @@ def _is_torchs(frame: FrameType) -> bool:
 
 
 def _described_call(inside: Sequence[FrameType]) -> dict[str, Any]:
-    """Describe a call by the local variables of torch's functions, the innermost first."""
+    """Return a description of a call from the local variables of torch's functions, the innermost first."""
     world = importlib.import_module("torch.distributed.distributed_c10d")._world
     outermost, values = inside[-1], {}
     for frame in inside:
@@ -246,11 +246,11 @@ def _described_call(inside: Sequence[FrameType]) -> dict[str, Any]:
 
 
 _TRANSFERS = {12: "isend", 13: "irecv", 14: "irecv"}
-"""Operations that a `Work` outside of collectives waits for, by torch's number of the operation."""
+"""Operations, other than collectives, for which a `Work` waits, by torch's number of the operation."""
 
 
 def _awaited_transfer(frame: FrameType) -> dict[str, Any] | None:
-    """Return the send or receive whose `wait` a line of Python is in; its peer is nowhere to be read."""
+    """Return the send or receive for which a line of Python waits; its peer cannot be read anywhere."""
     called = expression_called(frame)
     if called is None or not isinstance(called, ast.Attribute) or called.attr != "wait":
         return None
@@ -261,16 +261,16 @@ def _awaited_transfer(frame: FrameType) -> dict[str, Any] | None:
 
 
 def _variable(frame: FrameType, name: str) -> object:
-    """Return the value of a variable where a frame stands."""
+    """Return the value of a local variable of a frame."""
     values = frame.f_locals
     found = values.get(name, frame.f_globals.get(name))
     if sys.version_info < (3, 13) and frame.f_code.co_flags & inspect.CO_OPTIMIZED:
-        values.clear()  # a copy that the frame keeps: it would hold what the function lets go
+        values.clear()  # the frame keeps this copy, which would hold objects that the function releases
     return found
 
 
 def expression_called(frame: FrameType) -> ast.expr | None:
-    """Return what is called where a frame stands, as it is written; None where the source does not say."""
+    """Return the expression that a frame currently calls; None if the source does not show it."""
     positions = list(frame.f_code.co_positions())
     index = frame.f_lasti // 2
     if not 0 <= index < len(positions):
@@ -287,16 +287,16 @@ def expression_called(frame: FrameType) -> ast.expr | None:
 
 
 def name_called(frame: FrameType) -> str | None:
-    """Return the last part of the name of what is called where a frame stands, if the source says it."""
+    """Return the last part of the name of the function that a frame currently calls, if the source shows it."""
     called = expression_called(frame)
     return called.attr if isinstance(called, ast.Attribute) else called.id if isinstance(called, ast.Name) else None
 
 
 class SequenceNumber:
-    """The number of the last collective that this process asked the group of all ranks for, as torch counts them.
+    """Number of the last collective that this process requested from the group of all ranks, as counted by torch.
 
-    It is the number of the flight recorder, but that gloo counts sends and receives too. About 0.8 µs (private in
-    torch).
+    It is the number in the flight recorder, except that gloo also counts sends and receives. Takes about 0.8 µs
+    (private in torch).
     """
 
     def __init__(self) -> None:
@@ -305,7 +305,7 @@ class SequenceNumber:
         self._device: torch.device | None = None
 
     def now(self) -> int:
-        """Return the number; -1 where there is no group, or none that counts."""
+        """Return the number; -1 if there is no group, or none that counts."""
         group: Any = dist.GroupMember.WORLD
         if group is None:
             return -1
@@ -319,13 +319,13 @@ class SequenceNumber:
 
 
 def calls_of_gloo(group: dist.ProcessGroup) -> int:
-    """Return how many calls a group of `give_gloo` has made through gloo (private in torch)."""
+    """Return the number of calls that a group of `give_gloo` has made through gloo (private in torch)."""
     plain: Any = dist.ProcessGroup
     return int(plain._get_sequence_number_for_group(group))
 
 
 def _counting_device(group: Any) -> torch.device | None:
-    """Return the device whose backend counts, where the group itself does not: one with a backend for each device."""
+    """Return the device whose backend counts if the group itself does not: one with a backend per device."""
     try:
         group._get_sequence_number_for_group()
     except RuntimeError:
@@ -337,13 +337,13 @@ def _counting_device(group: Any) -> torch.device | None:
 
 
 def store_on_socket(listener: socket, timeout: timedelta) -> dist.TCPStore:
-    """Serve a store on a socket that already listens, so that its port and address are certain.
+    """Serve a store on a socket that already listens, so that its port and address are fixed.
 
-    Left to itself a TCPStore listens on every interface, and a port found free may be taken before it is used.
+    By itself a TCPStore listens on every interface, and a port that was free may be taken before it is used.
 
     Args:
-        listener: A listening TCP socket. The store owns its descriptor from here on.
-        timeout: How long a `get` or `wait` of a missing key lasts.
+        listener: A listening TCP socket. The store owns its descriptor from now on.
+        timeout: Timeout of a `get` or `wait` of a missing key.
     """
     host, port = listener.getsockname()[:2]
     return dist.TCPStore(
@@ -355,7 +355,7 @@ def store_at(host: str, port: int, timeout: timedelta) -> dist.TCPStore:
     """Connect to a store that another process serves.
 
     Raises:
-        torch.distributed.DistError: Nothing answered within `timeout`.
+        torch.distributed.DistError: Nothing responded within `timeout`.
     """
     return dist.TCPStore(host, port, is_master=False, timeout=timeout, wait_for_workers=False)
 
@@ -364,14 +364,14 @@ def store_at(host: str, port: int, timeout: timedelta) -> dist.TCPStore:
 
 
 def meet_at_served_store(host: str, port: int) -> None:
-    """Let `init_process_group` in this process connect to the store at an address, which is served already.
+    """Make `init_process_group` in this process connect to the store at an address that is already served.
 
-    torch has a variable for that, `TORCHELASTIC_USE_AGENT_STORE`, but up to 2.13 a rank 0 that reads `True` serves no
-    store at any other address either, and a script with an address of its own waits for it for ever (2.14 compares
-    with `MASTER_ADDR`, which such scripts set). With `1` torch's Python serves and its C++ forgives that the port is
-    taken, if with a line of log, which this saves.
+    torch has the variable `TORCHELASTIC_USE_AGENT_STORE` for that. But up to 2.13 a rank 0 that reads `True` serves no
+    store at any other address either, and a script with its own address waits for it forever (2.14 compares with
+    `MASTER_ADDR`, which such scripts set). With `1`, torch's Python code serves and its C++ code accepts that the port
+    is taken, but logs a line, which this prevents.
     """
-    rendezvous: Any = importlib.import_module("torch.distributed.rendezvous")  # the name is a function's too
+    rendezvous: Any = importlib.import_module("torch.distributed.rendezvous")  # a function has the same name
     create = rendezvous._create_c10d_store
 
     def connect_or_create(
@@ -394,15 +394,15 @@ def wrap_ddp(
     find_unused_parameters: bool = False,
     broadcast_buffers: bool | None = None,
 ) -> DistributedDataParallel:
-    """Wrap a model in torch's DDP with only those arguments that every version takes without a word.
+    """Wrap a model in torch's DDP with only those arguments that every version accepts without a warning.
 
     Args:
-        model: On its device already.
+        model: Model on its device.
         device: The model's one device when it is an accelerator; None or the CPU otherwise.
         bucket_bytes: Size of a gradient bucket, bytes (torch's own unit is MiB).
-        broadcast_buffers: None keeps torch's default (rank 0's buffers before each forward). False keeps
-            every rank's own: `broadcast_buffers=False` warns in 2.13, and its successor `forward_sync_buffers`
-            is unknown to 2.11 and has another meaning, so the attribute is set after the wrapping.
+        broadcast_buffers: None keeps torch's default (rank 0's buffers before each forward). False keeps every rank's
+            own: `broadcast_buffers=False` warns in 2.13, and its successor `forward_sync_buffers` is unknown to 2.11
+            and has another meaning, so the attribute is set after the wrapping.
 
     Communication: one broadcast of parameters and buffers from rank 0.
     """
@@ -424,7 +424,7 @@ def wrap_ddp(
 
 
 def has_finished_reduction(engine: DistributedDataParallel) -> bool:
-    """Return whether backward produced every gradient that DDP reduces, for others wait for a missing one."""
+    """Return whether backward produced every gradient that DDP reduces: other ranks wait for a missing one."""
     try:
         engine._check_reducer_finalized()
     except RuntimeError:
@@ -435,20 +435,20 @@ def has_finished_reduction(engine: DistributedDataParallel) -> bool:
 def divide_optimizer(
     groups: list[dict[str, Any]], take_part: Callable[[list[dict[str, Any]]], Optimizer], *, in_one_message: bool
 ) -> Optimizer:
-    """Deal parameters out to the ranks of the default group by torch's ZeroRedundancyOptimizer.
+    """Assign parameters to the ranks of the default group by torch's ZeroRedundancyOptimizer.
 
-    Importing it gives 67 DeprecationWarnings about `torch.jit` (2.11 and 2.13), so only who needs it does, and they
-    are held back here.
+    Importing it raises 67 DeprecationWarnings about `torch.jit` (2.11 and 2.13), so it is imported only here, with
+    these warnings suppressed.
 
     Args:
         groups: Parameter groups with every option of the optimiser, of trainable dense parameters.
-        take_part: Gets the groups with this rank's parameters alone and returns the optimiser of these.
+        take_part: Function from the groups with only this rank's parameters to the optimiser of these.
         in_one_message: Move the parameters into one buffer per rank, so that a step sends one message of each; they
             must have one dtype and be contiguous. Otherwise each parameter is a message.
 
     Returns:
-        An optimiser with all groups. Its `step` steps this rank's part and sends it to the others. Attributes that are
-        not its own, and its state, are those of this rank's part.
+        An optimiser with all groups. Its `step` steps this rank's part and sends it to the others. Its state, and
+        attributes that are not its own, are those of this rank's part.
     """
     whole = _whole_optimizer_class()(groups, optimizer_class=take_part, parameters_as_bucket_view=in_one_message)
     whole.state = whole.optim.state
@@ -457,14 +457,14 @@ def divide_optimizer(
 
 @functools.cache
 def _whole_optimizer_class() -> type[Any]:
-    """Return torch's ZeroRedundancyOptimizer, passing on what a task sets on its own optimiser or reads there."""
+    """Return torch's ZeroRedundancyOptimizer with attributes forwarded to and from the task's own optimiser."""
     engine: Any = import_distributed_optim().ZeroRedundancyOptimizer
 
     class WholeOptimizer(engine):  # type: ignore[misc]
-        __module__ = engine.__module__  # what looks through the objects that a task holds leaves torch's own alone
+        __module__ = engine.__module__  # searches of a task's objects skip classes of torch
 
         def __getattr__(self, name: str) -> Any:
-            if "optim" not in vars(self):  # `part` is not there yet
+            if "optim" not in vars(self):  # `part` does not exist yet
                 raise AttributeError(name)
             return getattr(self.optim, name)
 
@@ -489,7 +489,7 @@ def _whole_optimizer_class() -> type[Any]:
 
 _OPTIMIZERS: Any = importlib.import_module("torch.optim.optimizer")
 _STEP_HOOKS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
-"""Registries of an optimiser's hooks, which one that does not call `Optimizer.__init__` lacks."""
+"""Registries of an optimiser's hooks, which are missing if it does not call `Optimizer.__init__`."""
 
 
 def step_hook_registries(optimizer: Optimizer) -> tuple[Mapping[int, Any], ...]:
@@ -499,18 +499,18 @@ def step_hook_registries(optimizer: Optimizer) -> tuple[Mapping[int, Any], ...]:
 
 
 def step_hooks(optimizer: Optimizer) -> list[Any]:
-    """Return what runs before and after an optimiser's step, without torch's own (private in torch)."""
+    """Return the hooks before and after an optimiser's step, without torch's own (private in torch)."""
     hooks = [hook for registry in step_hook_registries(optimizer) for hook in registry.values()]
     return [hook for hook in hooks if not str(getattr(hook, "__module__", "")).startswith("torch.")]
 
 
 def is_step_replaced(optimizer: Optimizer) -> bool:
-    """Return whether an optimiser has a step of its own instead of its class's, torch's schedulers' left out."""
+    """Return whether an optimiser has its own step instead of its class's, except for that of torch's schedulers."""
     return "step" in vars(optimizer) and not getattr(optimizer.step, "_wrapped_by_lr_sched", False)
 
 
 def step_without_hooks(optimizer: Optimizer) -> Callable[..., Any]:
-    """Return an optimiser's step, but without its hooks (private in torch)."""
+    """Return an optimiser's step without its hooks (private in torch)."""
     step = optimizer.step
     places = [
         *((optimizer, name) for name in _STEP_HOOKS),
@@ -533,12 +533,12 @@ def step_without_hooks(optimizer: Optimizer) -> Callable[..., Any]:
 def share_step_hooks(
     optimizer: Optimizer, part: Optimizer, merge: Callable[[dict[int, Any], dict[int, Any]], dict[int, Any]]
 ) -> None:
-    """Let an optimiser run the hooks of its part's step around its own step, and the part none (private in torch).
+    """Make an optimiser run the hooks of its part's step around its own step, and the part none (private in torch).
 
     Args:
-        optimizer: Its step calls that of `part`.
-        part: Keeps its hooks, for those who register and remove them.
-        merge: Makes the hooks that run of those of the optimiser and those of the part.
+        optimizer: Optimiser whose step calls that of `part`.
+        part: Keeps its hooks, for code that registers and removes them.
+        merge: Function from the hooks of the optimiser and those of the part to the hooks that run.
     """
     for name in _STEP_HOOKS:
         setattr(optimizer, name, merge(getattr(optimizer, name), getattr(part, name, {})))
@@ -547,7 +547,7 @@ def share_step_hooks(
 
 @contextmanager
 def kept_global_hooks() -> Iterator[None]:
-    """Forget the hooks on the steps of all optimisers and the calls of all modules that are registered inside.
+    """Remove hooks on the steps of all optimisers and the calls of all modules that are registered inside the context.
 
     They are in dictionaries that are private in torch.
     """
@@ -573,15 +573,15 @@ def kept_global_hooks() -> Iterator[None]:
 
 
 def reduce_unused_too(module: Any) -> bool:
-    """Let a sharded module send zeros for parameters that got no gradient on this rank.
+    """Make a sharded module send zeros for parameters that got no gradient on this rank.
 
-    Without it ranks that used other parameters than others send messages of other lengths. 2.11 has no such thing.
+    Without it, ranks that used different parameters send messages of different lengths. 2.11 does not support it.
 
     Args:
-        module: After `fully_shard`; those inside it are meant too.
+        module: Result of `fully_shard`; modules inside it are included.
 
     Returns:
-        Whether it does from now on.
+        Whether it does so from now on.
     """
     if not hasattr(module, "set_reduce_scatter_unused_params"):
         return False
@@ -592,14 +592,14 @@ def reduce_unused_too(module: Any) -> bool:
 def found_overflows(
     scaler: torch.amp.GradScaler, optimizer: torch.optim.Optimizer, device: torch.device | None = None
 ) -> list[Tensor]:
-    """Return what a scaler found when it unscaled: one number per device, above 0 where a gradient overflowed.
+    """Return the overflow flags of a scaler after unscaling: one number per device, above 0 if a gradient overflowed.
 
-    They are the live tensors: ranks that have other parts of the gradients add theirs up in them (private in torch).
+    They are the live tensors: ranks with other parts of the gradients add theirs in them (private in torch).
 
     Args:
-        scaler: After `unscale_`.
-        optimizer: That was unscaled.
-        device: Where the number is kept of an optimiser without any gradient; without a number no step is taken.
+        scaler: Scaler after `unscale_`.
+        optimizer: Unscaled optimiser.
+        device: Device of the number for an optimiser without any gradient; without a number no step is taken.
     """
     found = scaler._per_optimizer_states[id(optimizer)]["found_inf_per_device"]
     if device is not None and not found:
@@ -611,20 +611,20 @@ def found_overflows(
 
 _RPC_SCHEME = "dure"
 _rpc_meetings: list[tuple[dist.Store, int, int]] = []
-"""Store, rank and world size of the agent that is there."""
+"""Store, rank and world size of the running agent."""
 _registered_schemes: set[str] = set()
 
 
 def start_rpc(name: str, rank: int, world_size: int, timeout_seconds: float, *, by_memory: bool = False) -> None:
     """Start this process's RPC agent over the default group's store (private in torch).
 
-    With `by_memory` agents of one host meet by sockets of the kernel's that have no port, and exchange bytes in memory
-    that has no name. An agent that listens at a port reads a length from any client, and asks for that much
-    memory: a port scanner's `GET / HTTP/1.0` aborts its process (TensorPipe in torch 2.11 to 2.13), and Python is not
-    asked. The names of transports and channels are private in torch.
+    With `by_memory`, agents of one host connect over kernel sockets without a port, and exchange bytes in unnamed
+    memory. An agent that listens at a port reads a length from any client, and allocates that much memory: a port
+    scanner's `GET / HTTP/1.0` aborts its process (TensorPipe in torch 2.11 to 2.13), before any Python code runs. The
+    names of transports and channels are private in torch.
 
-    `init_rpc` finds its store by a URL, and a URL can only name an address: a scheme of our own hands over a store that
-    is there. It warns of what torch itself does inside (2.11 and 2.13).
+    `init_rpc` finds its store by a URL, and a URL can only name an address: a scheme of dure's own passes an existing
+    store. Its warnings are about torch's own code (2.11 and 2.13).
     """
     from torch.distributed import rpc
     from torch.distributed.rendezvous import register_rendezvous_handler
@@ -645,10 +645,10 @@ def _meet_for_rpc(url: str, **options: Any) -> Iterator[tuple[dist.Store, int, i
 
 
 def stop_rpc(timeout_seconds: float) -> None:
-    """End this process's RPC agent together with all others, every call done, and let go of the store.
+    """Shut this process's RPC agent down together with all others, after all calls, and release the store.
 
     Args:
-        timeout_seconds: For the others to come; without it one that is dead would be waited for without end.
+        timeout_seconds: Timeout for the others; without it the wait for a dead one would never end.
     """
     from torch.distributed import rpc
 
@@ -657,9 +657,9 @@ def stop_rpc(timeout_seconds: float) -> None:
 
 
 def import_distributed_optim() -> ModuleType:
-    """Import `torch.distributed.optim`, which gives 67 DeprecationWarnings about `torch.jit` (2.11 and 2.13).
+    """Import `torch.distributed.optim`, which raises 67 DeprecationWarnings about `torch.jit` (2.11 and 2.13).
 
-    Where something of it is unpickled, by RPC, the import happens then: do it before.
+    Unpickling one of its objects, as RPC does, also imports it: import it before.
     """
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)
@@ -672,7 +672,7 @@ def optimizer_of_references(optimizer_class: Callable[[list[nn.Parameter]], Any]
     It logs a warning for every class that is not torch's own.
 
     Args:
-        optimizer_class: A function of a module; called where parameters are, with those that are there.
+        optimizer_class: A function of a module; called on each owner with its parameters.
         references: An RRef to each parameter.
 
     Communication: one remote call to each owner, blocking.
@@ -692,22 +692,22 @@ def optimizer_of_references(optimizer_class: Callable[[list[nn.Parameter]], Any]
 _MODULE_CALL = "_compiled_call_impl"
 
 BatchNorm = nn.modules.batchnorm._BatchNorm
-"""The base of every BatchNorm, torch's own SyncBatchNorm included (private in torch)."""
+"""Base class of every BatchNorm, including torch's own SyncBatchNorm (private in torch)."""
 
 Dropout = nn.modules.dropout._DropoutNd
-"""The base of every dropout module (private in torch)."""
+"""Base class of every dropout module (private in torch)."""
 
 
 MODULE_CONTENTS = attrgetter("_parameters", "_buffers", "_modules", "_state_dict_hooks", "_state_dict_pre_hooks")
-"""The dictionaries of a module that its `state_dict` depends on, in addition to its class (private in torch)."""
+"""Dictionaries of a module on which its `state_dict` depends, in addition to its class (private in torch)."""
 
 _PLAIN_STATE = ("state_dict", "_save_to_state_dict", "get_extra_state")
 
 
 def has_plain_state(module: nn.Module) -> bool:
-    """Return whether a module's `state_dict` holds its parameters and persistent buffers and nothing else.
+    """Return whether a module's `state_dict` contains its parameters and persistent buffers and nothing else.
 
-    Hooks of torch itself are taken for harmless: those of `fully_shard` bring the parameters into their shards.
+    Hooks of torch itself are considered harmless: those of `fully_shard` convert the parameters into shards.
     """
     hooks = [*module._state_dict_hooks.values(), *module._state_dict_pre_hooks.values()]
     return (
@@ -718,14 +718,14 @@ def has_plain_state(module: nn.Module) -> bool:
 
 
 def has_plain_optimizer_state(optimizer: Optimizer) -> bool:
-    """Return whether an optimiser's `state_dict` holds its `state` and `param_groups` as they are, and nothing else."""
+    """Return whether an optimiser's `state_dict` has its unchanged `state` and `param_groups`, and nothing else."""
     if type(optimizer).state_dict is not Optimizer.state_dict or "state_dict" in vars(optimizer):
-        return False  # a wrapper may lack the hooks, not having called the constructor
+        return False  # a wrapper that did not call the constructor may lack the hooks
     return not (optimizer._optimizer_state_dict_pre_hooks or optimizer._optimizer_state_dict_post_hooks)
 
 
 def local_tensor(tensor: Tensor) -> Tensor:
-    """Return the very tensor that holds a DTensor's values on this rank (private in torch); others are their own."""
+    """Return the tensor that holds a DTensor's values on this rank (private in torch); others are returned as is."""
     local: Tensor = getattr(tensor, "_local_tensor", tensor)
     return local
 
@@ -737,22 +737,22 @@ def multiply_(tensors: list[Tensor], factor: "Tensor | float") -> None:
 
 
 def copy_all(targets: list[Tensor], sources: list[Tensor], *, non_blocking: bool = False) -> None:
-    """Copy tensors into others of the same shapes, in as few calls as devices and dtypes allow (private in torch)."""
+    """Copy tensors into others of the same shapes, in as few calls as devices and dtypes permit (private in torch)."""
     if targets:
         torch._foreach_copy_(targets, sources, non_blocking=non_blocking)
 
 
 def pin_host_memory(address: int, num_bytes: int) -> bool:
-    """Lock pages of the host, so that CUDA copies into them while the host goes on; return whether it could be done.
+    """Lock pages of the host, so that CUDA copies into them asynchronously; return whether that succeeded.
 
-    `pin_memory` allocates memory of its own; this is for memory that is there already.
+    `pin_memory` allocates new memory; this is for existing memory.
     """
     runtime = torch.cuda.cudart()
-    if runtime is None:  # of a device that goes by CUDA's name
+    if runtime is None:  # a device with a compatible API under CUDA's name
         return False
     is_pinned = int(runtime.cudaHostRegister(address, num_bytes, 0)) == 0
     if not is_pinned:
-        with suppress(RuntimeError):  # the refusal is kept until the next kernel, which would raise it
+        with suppress(RuntimeError):  # the error is kept until the next kernel, which would raise it
             torch.zeros((), device="cuda")
     return is_pinned
 
@@ -763,9 +763,9 @@ def unpin_host_memory(address: int) -> None:
 
 
 def default_generator(device: torch.device) -> Generator:
-    """Return the generator that random functions without one use on `device`.
+    """Return the generator that random functions use by default on `device`.
 
-    `torch.accelerator` has no way to it, and every backend keeps it under another name.
+    `torch.accelerator` has no function for it, and every backend has another name for it.
     """
     if device.type == "cpu":
         return torch.default_generator
@@ -777,19 +777,19 @@ def default_generator(device: torch.device) -> Generator:
 
 
 def gradient_hooks_of(tensor: Tensor) -> list[Any]:
-    """Return the functions that wait for a tensor's gradient (private in torch)."""
+    """Return the hooks on a tensor's gradient (private in torch)."""
     hooks: Any = tensor
     return [*(hooks._backward_hooks or {}).values(), *(hooks._post_accumulate_grad_hooks or {}).values()]
 
 
 def keep_gradient_hooks(tensor: Tensor) -> Callable[[], None]:
-    """Return a function that takes out what is registered later to wait for a tensor's gradient (private in torch)."""
+    """Return a function that removes hooks on a tensor's gradient that are registered later (private in torch)."""
     names = ("_backward_hooks", "_post_accumulate_grad_hooks")
     before = {name: dict(getattr(tensor, name) or {}) for name in names}
 
     def undo() -> None:
         for name, hooks in before.items():
-            now = getattr(tensor, name)  # the engine keeps this very dictionary
+            now = getattr(tensor, name)  # the engine keeps this same dictionary
             if now is not None and now != hooks:
                 now.clear()
                 now.update(hooks)
@@ -799,13 +799,13 @@ def keep_gradient_hooks(tensor: Tensor) -> Callable[[], None]:
 
 @contextmanager
 def without_gradient_hooks(tensors: Sequence[Tensor]) -> Iterator[None]:
-    """Let no function that waits for a gradient of one of the tensors be called inside (private in torch)."""
+    """Call no hooks on the gradients of the tensors inside the context (private in torch)."""
     taken: list[tuple[dict[int, Any], dict[int, Any]]] = []
     for tensor in tensors:
         for name in ("_backward_hooks", "_post_accumulate_grad_hooks"):
             if hooks := getattr(tensor, name):
                 taken.append((hooks, dict(hooks)))
-                hooks.clear()  # the engine keeps this very dictionary
+                hooks.clear()  # the engine keeps this same dictionary
     try:
         yield
     finally:
@@ -814,7 +814,7 @@ def without_gradient_hooks(tensors: Sequence[Tensor]) -> Iterator[None]:
 
 
 def own_attributes(tensor: Tensor) -> dict[str, Any]:
-    """Return the attributes that a tensor was given, without those that torch's own classes of tensors have."""
+    """Return the attributes that were set on a tensor, without those of torch's own classes of tensors."""
     return {name: value for name, value in vars(tensor).items() if name not in ("_local_tensor", "_spec")}
 
 
@@ -826,15 +826,15 @@ _OF_ONE = {
     "WORLD_SIZE": "1",
     "LOCAL_WORLD_SIZE": "1",
 }
-"""Environment variables of ranks, as the only process of a run has them."""
+"""Environment variables of ranks, with their values for the only process of a run."""
 _COUNTS = ("WORLD_SIZE", "LOCAL_WORLD_SIZE")
 _READERS = ("os", "_collections_abc", "collections.abc", "torch.distributed", "torch.distributed.distributed_c10d")
-"""Modules through which others read the number of ranks."""
+"""Modules through which other code reads the number of ranks."""
 
 
 @contextmanager
 def as_one_process() -> Iterator[None]:
-    """Let code see the environment of a run of one process, without a process group (private in torch)."""
+    """Run code with the environment of a run of one process, without a process group (private in torch)."""
     member: Any = dist.GroupMember
     group, before = member.WORLD, {name: os.environ[name] for name in _OF_ONE if name in os.environ}
     os.environ.update((name, _OF_ONE[name]) for name in before)
@@ -848,10 +848,10 @@ def as_one_process() -> Iterator[None]:
 
 @contextmanager
 def reads_of_world_size() -> Iterator[list[str]]:
-    """Note where code that is neither dure's nor torch's own reads the number of ranks (private in torch and `os`).
+    """Record where code that is neither dure's nor torch's own reads the number of ranks (private in torch and `os`).
 
     Yields:
-        `file:line` of each read, of the environment or by `torch.distributed`, filled on the way.
+        `file:line` of each read, of the environment or by `torch.distributed`; filled during the context.
     """
     found: list[str] = []
     environ: Any = type(os.environ)
@@ -884,12 +884,12 @@ def reads_of_world_size() -> Iterator[list[str]]:
 
 @contextmanager
 def replaced_collectives(instead: Callable[[str, Callable[..., Any]], Any]) -> Iterator[None]:
-    """Let the collectives of torch.distributed, in all modules that imported them, be functions that another one gives.
+    """Replace the collectives of torch.distributed in all modules that imported them.
 
     Each is a function in a wrapper that logs errors, and the wrapper finds it in its closure (private in torch).
 
     Args:
-        instead: Takes a collective's name and the function, and returns the one to call.
+        instead: Function from a collective's name and function to the function to call.
     """
     cells: list[tuple[Any, Any]] = []
     for name, function in vars(torch.distributed.distributed_c10d).items():
@@ -906,16 +906,16 @@ def replaced_collectives(instead: Callable[[str, Callable[..., Any]], Any]) -> I
 
 
 def module_call(module: torch.nn.Module) -> Callable[..., Any]:
-    """Return the function that a call of a module runs, hooks included (private in torch)."""
+    """Return the function that a call of a module runs, including hooks (private in torch)."""
     given: Any = module.__dict__.get(_MODULE_CALL)
     return module._call_impl if given is None else cast(Callable[..., Any], given)
 
 
 def replace_module_call(module: torch.nn.Module, call: Callable[..., Any]) -> Callable[[], None]:
-    """Let calls of a module run another function, as `nn.Module.compile` does (private in torch).
+    """Make calls of a module run another function, as `nn.Module.compile` does (private in torch).
 
     Returns:
-        Function that takes the other one out again.
+        Function that restores the original one.
     """
     before = module.__dict__.get(_MODULE_CALL)
     module.__dict__[_MODULE_CALL] = call
@@ -930,7 +930,7 @@ def replace_module_call(module: torch.nn.Module, call: Callable[..., Any]) -> Ca
 
 
 def without_overrides() -> AbstractContextManager[Any]:
-    """Return a context in which operations see subclasses of Tensor as plain tensors (private in torch)."""
+    """Return a context in which operations treat subclasses of Tensor as plain tensors (private in torch)."""
     return torch._C.DisableTorchFunctionSubclass()
 
 
@@ -940,13 +940,13 @@ def without_function_modes() -> AbstractContextManager[Any]:
 
 
 def is_operator(func: object) -> bool:
-    """Return whether a function is one of `torch.ops`, as a public one is below autograd (private in torch)."""
+    """Return whether a function is one of `torch.ops`, as public ones are below autograd (private in torch)."""
     return isinstance(func, torch._ops.OpOverload | torch._ops.OpOverloadPacket)
 
 
 @contextmanager
 def watched_parametrizations(cached: Callable[[], Any]) -> Iterator[None]:
-    """Call a function wherever `torch.nn.utils.parametrize.cached` would look for a tensor (private in torch)."""
+    """Call a function on each look-up in the cache of `torch.nn.utils.parametrize.cached` (private in torch)."""
     parametrize: Any = nn.utils.parametrize
 
     class Watched(dict[Any, Any]):
@@ -962,9 +962,9 @@ def watched_parametrizations(cached: Callable[[], Any]) -> Iterator[None]:
 
 
 def bytes_of(tensor: Tensor) -> Tensor:
-    """Return a tensor's elements as bytes in one dimension: of its own memory where it is contiguous.
+    """Return a tensor's elements as bytes in one dimension: a view of its memory if it is contiguous.
 
-    `view` wants the innermost stride to be 1; a dimension of size 1 keeps any other, through `contiguous` and
+    `view` requires an innermost stride of 1. A dimension of size 1 keeps any other stride, through `contiguous` and
     `reshape` too: a column of a batch of one sample has that of its row.
     """
     flat = tensor.detach().resolve_conj().resolve_neg().contiguous().reshape(-1)
@@ -974,7 +974,7 @@ def bytes_of(tensor: Tensor) -> Tensor:
 
 
 def copy_gradient_hooks(source: Tensor, target: Tensor) -> None:
-    """Let the functions that wait for one tensor's gradient wait for another's (private in torch)."""
+    """Register the hooks on one tensor's gradient on another's (private in torch)."""
     hooks: Any = source
     for hook in (hooks._backward_hooks or {}).values():
         target.register_hook(hook)
@@ -992,7 +992,7 @@ def has_modes_of_thread() -> bool:
 
 
 def is_transforming() -> bool:
-    """Return whether a function transform of `torch.func` is under way, such as `vmap` (private in torch)."""
+    """Return whether a function transform of `torch.func`, such as `vmap`, is active (private in torch)."""
     return torch._C._functorch.peek_interpreter_stack() is not None
 
 
@@ -1004,8 +1004,9 @@ _ones: dict[torch.dtype, Tensor] = {}
 def run_backward(loss: Tensor, *others: tuple[Tensor, Tensor]) -> None:
     """Accumulate gradients from a scalar loss, and from other tensors with given gradients, in one backward.
 
-    What `torch.autograd.backward` does, on the CPU by the engine's own entry (private in torch): the checks before it
-    and the context that 2.13 keeps for the threads of other devices cost 25 to 45 us of every step there.
+    It does what `torch.autograd.backward` does, on the CPU by the engine's own entry point (private in torch). The
+    checks before it, and the context that 2.13 keeps for the threads of other devices, cost 25 to 45 us of every step
+    there.
 
     Args:
         loss: Scalar; its gradient is one.
@@ -1029,11 +1030,12 @@ def run_backward(loss: Tensor, *others: tuple[Tensor, Tensor]) -> None:
 
 
 def settle_engine() -> None:
-    """Make autograd's engine ready for forward and backward from several threads at once. Before the threads.
+    """Prepare autograd's engine for forward and backward from several threads at once. Before the threads.
 
     In a child of a process that had run a backward itself, the first operation that saves a tensor for backward
-    destroys the engine and builds another, without a lock (`PythonEngine::get_python_engine`, 2.13). Threads that came
-    to it at once crashed: 15 of 800 runs where each ran a backward, 6 of 540 with forward alone; after this none.
+    destroys the engine and builds another, without a lock (`PythonEngine::get_python_engine`, 2.13). Threads that did
+    so at the same time crashed: 15 of 800 runs in which each ran a backward, 6 of 540 with forward alone; after this
+    call none.
     """
     torch.zeros(1, requires_grad=True).sum().backward()
 
@@ -1041,16 +1043,16 @@ def settle_engine() -> None:
 # -- torchvision -------------------------------------------------------------------------------------------------
 
 _kept_alive: list[torch.library.Library] = []
-"""An operator's schema disappears with the Library object that declared it."""
+"""Library objects, kept because an operator's schema disappears with the object that declared it."""
 
 
 def repair_torchvision() -> bool:
-    """Make `import torchvision` work with a torch build that its binary part was not made for.
+    """Make `import torchvision` work with a torch build for which its binary part was not made.
 
-    The registry's torchvision 0.28.0 does not load its compiled operators with torch 2.13.0+cpu, and its
-    import then fails with `operator torchvision::nms does not exist`. Declaring the two schemas that the import
-    refers to is enough for models, transforms and data sets; the operators themselves stay missing.
-    Does nothing where torchvision is missing or whole, or when called again.
+    The registry's torchvision 0.28.0 does not load its compiled operators with torch 2.13.0+cpu, and its import then
+    fails with `operator torchvision::nms does not exist`. Declaring the two schemas to which the import refers is
+    enough for models, transforms and data sets; the operators themselves stay missing. Does nothing if torchvision is
+    missing or intact, or if called again.
 
     Returns:
         Whether schemas were declared.
@@ -1060,7 +1062,7 @@ def repair_torchvision() -> bool:
         return False
     for library in Path(spec.origin).parent.glob("_C*.so"):
         try:
-            # a second declaration after one that loads would be an error: let the real one come first
+            # a later declaration by the library itself would be an error: load the real one first
             torch.ops.load_library(library)
         except OSError:
             continue
@@ -1078,11 +1080,11 @@ _SIGNS_OF_ANOTHER_TORCH = re.compile(
     r"operator \w+::\w+ does not exist|undefined symbol: \w*(torch|c10|at)|"
     r"module 'torch[\w.]*' has no attribute|cannot import name '\w+' from 'torch"
 )
-"""Words of Python and torch for a library that was made for another version or build of torch."""
+"""Errors of Python and torch about a library that was made for another version or build of torch."""
 
 
 def library_for_another_torch(error: BaseException) -> str | None:
-    """Return a sentence about a library that does not fit this torch, if that is why it failed; otherwise None."""
+    """Return a sentence about a library that is incompatible with this torch, if that caused the error, or None."""
     if not _SIGNS_OF_ANOTHER_TORCH.search(str(error)):
         return None
     files = [frame.filename for frame in traceback.extract_tb(error.__traceback__)]
@@ -1101,7 +1103,7 @@ def library_for_another_torch(error: BaseException) -> str | None:
 
 
 def import_torchvision() -> ModuleType:
-    """Import torchvision, repaired where its binary part does not fit this torch.
+    """Import torchvision, repaired if its binary part does not fit this torch.
 
     Raises:
         EnvironmentLacks: torchvision is not installed.

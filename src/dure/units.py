@@ -1,8 +1,8 @@
-"""Numbers with a unit, written for people."""
+"""Formats for numbers with a unit."""
 
 
 def format_bytes(num_bytes: float) -> str:
-    """Write a number of bytes with a binary prefix: `1536` becomes `1.5 KiB`."""
+    """Format a number of bytes with a binary prefix: `1536` becomes `1.5 KiB`."""
     for prefix in ("B", "KiB", "MiB", "GiB"):
         if abs(num_bytes) < 1024:
             return f"{num_bytes:.0f} B" if prefix == "B" else f"{num_bytes:.1f} {prefix}"
@@ -11,7 +11,7 @@ def format_bytes(num_bytes: float) -> str:
 
 
 def format_count(number: float) -> str:
-    """Write a large number with a decimal prefix: `25557032` becomes `25.6 M`."""
+    """Format a large number with a decimal prefix: `25557032` becomes `25.6 M`."""
     for prefix in ("", " k", " M", " G"):
         if abs(number) < 1000:
             return f"{number:.0f}" if prefix == "" else f"{number:.3g}{prefix}"
@@ -20,7 +20,7 @@ def format_count(number: float) -> str:
 
 
 def format_seconds(seconds: float) -> str:
-    """Write a duration as people say it: `0.4 s`, `59 s`, `3:07`, `2:03:00`."""
+    """Format a duration: `0.4 s`, `59 s`, `3:07`, `2:03:00`."""
     if seconds < 10:
         return f"{seconds:.1f} s"
     if seconds < 60:

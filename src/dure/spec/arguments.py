@@ -1,4 +1,4 @@
-"""Sentences about flags, in the words of who called: `--nproc 2` on the command line is `nproc=2` in Python."""
+"""Spelling of settings in messages: `--nproc 2` on the command line is `nproc=2` in Python."""
 
 import re
 import shlex
@@ -27,7 +27,7 @@ _OTHER_COMMAND = re.compile(r"(`dure [^`]+`)")
 
 @contextmanager
 def speaking_flags() -> Iterator[None]:
-    """Leave errors as they are: the command line's flags are what the caller wrote."""
+    """Leave flags in errors unchanged: the caller used the command line."""
     token = _speaks_flags.set(True)
     try:
         yield
@@ -37,7 +37,7 @@ def speaking_flags() -> Iterator[None]:
 
 @contextmanager
 def errors_in_arguments() -> Iterator[None]:
-    """Let errors name arguments instead of flags, unless the command line called."""
+    """Replace flags in errors by arguments, unless the caller used the command line."""
     try:
         yield
     except DureError as error:
@@ -49,12 +49,12 @@ def errors_in_arguments() -> Iterator[None]:
 
 
 def in_callers_words(text: str) -> str:
-    """Return a sentence about flags as it is, or about arguments where Python called."""
+    """Return a sentence about flags unchanged, or with arguments if the caller is Python code."""
     return text if _speaks_flags.get() else as_arguments(text)
 
 
 def as_arguments(text: str) -> str:
-    """Write a sentence's flags of known settings as the keyword arguments of `dure.train`; other commands stay."""
+    """Return a sentence with flags of known settings as keyword arguments of `dure.train`; other commands stay."""
     text = _COMMAND.sub(lambda match: f"`dure.train(resume={_unquoted(match['run'])!r})`", text)
     parts = _OTHER_COMMAND.split(text)
     parts[::2] = map(_without_flags, parts[::2])
@@ -77,7 +77,7 @@ def _without_flags(text: str) -> str:
 
 
 def _as_table(match: re.Match[str]) -> str:
-    """Write the flag of a strategy's option, or of a setting in a table, as the argument that holds it."""
+    """Return the flag of a strategy's option, or of a setting in a table, as the argument that contains it."""
     strategy, option = match["strategy"].replace("-", "_"), match["name"].replace("-", "_")
     if match["source"]:
         return f'argument {strategy}["{option}"]'
@@ -86,7 +86,7 @@ def _as_table(match: re.Match[str]) -> str:
 
 
 def _as_argument(match: re.Match[str]) -> str:
-    """Write one flag with its value, or with the word of the sentence that stands behind it."""
+    """Return one flag as an argument, with its value or with the next word of the sentence."""
     name, value = _NAMES.get(f"--{match['name']}"), match["value"]
     behind = match[0][len(match["flag"]) :]
     if name is None:

@@ -1,4 +1,4 @@
-"""RunSpec: what the user wants of a run, and the words for it."""
+"""Settings of a run (`RunSpec`), with their types, defaults and help texts."""
 
 import os
 import types
@@ -25,11 +25,11 @@ option."""
 
 
 class Everyday:
-    """Mark of a setting that most runs need: `dure train --help` shows it."""
+    """Mark of a setting that most runs need, so that `dure train --help` shows it."""
 
 
 class _Group(BaseModel):
-    """Settings that `--help` and `--show-spec` show together."""
+    """Settings that `--help` and `--show-spec` show as one group."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=False, allow_inf_nan=False)
 
@@ -59,7 +59,7 @@ class _Identity(_Group):
 
 
 class _Execution(_Group):
-    """Settings of its execution, which every resume may choose again."""
+    """Settings of its execution, which every resume may change."""
 
     title: ClassVar[str] = "How it is executed"
 
@@ -117,7 +117,7 @@ class _Evaluation(_Group):
 
 
 class CheckpointSettings(_Group):
-    """Settings of checkpoints, behind `checkpoint`."""
+    """Settings of checkpoints, in the table `checkpoint`."""
 
     title: ClassVar[str] = "Checkpoints"
 
@@ -130,7 +130,7 @@ class CheckpointSettings(_Group):
 
 
 class _Tables(_Group):
-    """Settings that stand together behind one name each, as a table in TOML."""
+    """Settings grouped under one name each, as a table in TOML."""
 
     checkpoint: CheckpointSettings = Field(default_factory=CheckpointSettings, description="settings of checkpoints")
 
@@ -178,7 +178,7 @@ class _Failures(_Group):
 
 
 class _Hosts(_Group):
-    """Settings of the nodes, given at each start on each host and not kept for a resume."""
+    """Settings of the nodes, given at each start on each host and not saved for a resume."""
 
     title: ClassVar[str] = "Several hosts"
 
@@ -197,7 +197,7 @@ class _Hosts(_Group):
 
 
 class _Place(_Group):
-    """Settings of the place of the run, and of what is shown."""
+    """Settings of the run's location, and of the output."""
 
     title: ClassVar[str] = "Where, and what is shown"
 
@@ -212,12 +212,12 @@ class _Place(_Group):
 
 
 class RunSpec(_Place, _Hosts, _Failures, _Tables, _Evaluation, _Execution, _Identity):
-    """Every setting of a run. A field's description is its help text; its name is its flag.
+    """All settings of a run. A field's description is its help text; its name is its flag.
 
-    Options of the chosen strategy are under `options`, all of them; their types are in the strategy's own model.
+    All options of the chosen strategy are in `options`; their types are in the strategy's own model.
     """
 
-    # no setting: a fact of the start, for the record
+    # not a setting: a fact about the start, for the record
     total_devices: int | None = Field(
         None,
         gt=0,
@@ -225,33 +225,33 @@ class RunSpec(_Place, _Hosts, _Failures, _Tables, _Evaluation, _Execution, _Iden
     )
 
     def by_name(self, exclude: Collection[str] = ()) -> dict[str, Any]:
-        """Return all settings as plain JSON values, the strategy's options behind its name: `fsdp.units`."""
+        """Return all settings as plain JSON values, with the strategy's name before its options: `fsdp.units`."""
         settings = self.model_dump(mode="json", exclude={*exclude, *OPTIONS_FIELDS})
         return without_tables(settings) | {f"{self.strategy}.{name}": value for name, value in self.options.items()}
 
     def setting(self, name: str) -> Any:
-        """Return the value of a setting by its name, which for one in a table is `checkpoint.keep`."""
+        """Return the value of a setting by its name, such as `checkpoint.keep` for one in a table."""
         table, is_inner, inner = name.partition(".")
         return getattr(getattr(self, table), inner) if is_inner else getattr(self, name)
 
     @property
     def num_nodes(self) -> int:
-        """Hosts of the run, when all are there."""
+        """Number of hosts of the run if all are present."""
         return int(self.nnodes.rpartition(":")[2])
 
     @property
     def fewest_nodes(self) -> int:
-        """Hosts without which it does not go on."""
+        """Minimum number of hosts."""
         return int(self.nnodes.partition(":")[0])
 
     @property
     def num_devices(self) -> int:
-        """Devices of all hosts, when all are there: the product of `mesh`, the world size of most strategies."""
+        """Devices of all hosts if all are present: the product of `mesh`, the world size of most strategies."""
         return self.total_devices or self.nproc * self.num_nodes
 
     @property
     def counted_devices(self) -> str:
-        """Number of devices of all hosts in words, with its reasons."""
+        """Number of devices of all hosts as text, with its origin."""
         if self.total_devices is not None:
             return f"the world size is {self.total_devices}"
         if self.num_nodes > 1:
@@ -263,7 +263,7 @@ OPTIONS_FIELDS = ("options",)
 """Field of the strategy's options, which users set under the strategy's name."""
 
 TABLES: dict[str, type[_Group]] = {"checkpoint": CheckpointSettings}
-"""Names that have settings behind them, as `checkpoint.keep`."""
+"""Tables of settings by name; a setting in one is named `checkpoint.keep`."""
 
 _NAMES = {cls: name for name, cls in TABLES.items()}
 
@@ -277,20 +277,21 @@ GROUPS = {
     group.title: _names_in(group)
     for group in (_Identity, _Execution, _Evaluation, CheckpointSettings, _Failures, _Hosts, _Place)
 }
-"""Settings by group, each once, as `--help` and `--show-spec` show them."""
+"""Settings by group, each once, for `--help` and `--show-spec`."""
 
 LENGTH_FIELDS = ("epochs", "samples")
-"""Fields for a run's length, of which one is in effect: the higher source wins and sets the other aside. They may grow
-on a resume."""
+"""Fields for a run's length, of which one is in effect: the higher source overrides the other field too. They may grow
+on a resume.
+"""
 
 RECORD_FIELDS = ("total_devices",)
-"""Fields of a run's record that are no settings: no flag, variable or file gives them."""
+"""Fields of a run's record that are not settings: no flag, variable or file sets them."""
 
 SETTINGS = tuple(name for names in GROUPS.values() for name in names)
-"""Settings that a user may give: fields of `RunSpec`, or of a table in it."""
+"""Settings that a user may give: fields of `RunSpec`, or of one of its tables."""
 
 OTHER_NAMES = {"nproc_per_node": "nproc"}
-"""Other names of settings: torchrun's."""
+"""Alternative names of settings, from torchrun."""
 
 IDENTITY_FIELDS = ("task", "task_options", "global_batch_size", "seed", "shuffle", "drop_last", "clip_norm")
 """Fields that define a run; a resume that changes them is refused."""
@@ -299,17 +300,17 @@ NODE_FIELDS = GROUPS[_Hosts.title]
 """Fields for the run's nodes. They are given at each start on each host, never taken from the resumed run."""
 
 PLACE_FIELDS = ("runs_dir", "name", "share_run")
-"""Fields for the run's location, fixed when its folder is made."""
+"""Fields for the run's location, fixed when its folder is created."""
 
 EXECUTION_FIELDS = tuple(name for name in SETTINGS if name not in (*LENGTH_FIELDS, *IDENTITY_FIELDS, *PLACE_FIELDS))
-"""Fields that every resume may choose again."""
+"""Fields that every resume may change."""
 
 
 EVALUATION_FIELDS = (
     *("nproc", "device", "share_devices", "backend", "precision", "start", "threads", "timeout_seconds"),
     *("num_workers", "eval_batch_size", "quiet", "trust_task"),
 )
-"""Fields that an evaluation may choose again; all others are the run's own."""
+"""Fields that an evaluation may change; all others are the run's own."""
 
 
 def field_of(name: str) -> FieldInfo:
@@ -319,7 +320,7 @@ def field_of(name: str) -> FieldInfo:
 
 
 def without_tables(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Return settings with those of tables one by one: `checkpoint.keep` for `keep` in `checkpoint`."""
+    """Return settings with those in tables as separate entries: `checkpoint.keep` for `keep` in `checkpoint`."""
     flat: dict[str, Any] = {}
     for name, value in settings.items():
         if name in TABLES and isinstance(value, Mapping):
@@ -330,7 +331,7 @@ def without_tables(settings: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def in_tables(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Undo `without_tables`."""
+    """Return settings with entries such as `checkpoint.keep` in tables, the inverse of `without_tables`."""
     nested: dict[str, Any] = {}
     for name, value in settings.items():
         table, is_inner, inner = name.partition(".")
@@ -342,14 +343,14 @@ def in_tables(settings: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def read_record(record: Mapping[str, Any]) -> RunSpec:
-    """Make a spec of a run's record.
+    """Return the spec from a run's record, also from one of an older version.
 
-    Before `nproc` counted the devices of each host, it counted those of all hosts; a record of that time has no
-    `total_devices`, not even None. Before strategies had options of their own, and settings were in
-    tables, they were all in one.
+    Before `nproc` counted the devices of each host, it counted those of all hosts; such records have no
+    `total_devices`, not even None. Before strategies had their own options, and settings had tables, all settings were
+    in one mapping.
 
     Raises:
-        ValueError: It holds something else.
+        ValueError: It is not a record of a spec.
     """
     spec = RunSpec.model_validate(in_tables(of_now(record)) if isinstance(record, Mapping) else record)
     if any(name in record for name in RECORD_FIELDS) or spec.num_nodes == 1:
@@ -363,7 +364,7 @@ def flag_name(setting: str) -> str:
 
 
 def with_own_names(settings: Mapping[str, Any], spell: Callable[[str], str] = str) -> dict[str, Any]:
-    """Return settings with `nproc_per_node` under its own name, `nproc`.
+    """Return settings with `nproc_per_node` under its main name, `nproc`.
 
     Raises:
         SpecInvalid: One setting has two values, under two names.
@@ -382,9 +383,9 @@ def with_own_names(settings: Mapping[str, Any], spell: Callable[[str], str] = st
 
 
 def same_task(one: str, other: str) -> bool:
-    """Tell whether two references name the same class, however the file's path is spelled.
+    """Return whether two references name the same class, however the file's path is spelled.
 
-    Where the other's file is no longer there, one of its name is taken for it: a project's folder may be moved.
+    If the other's file no longer exists, a file of the same name is accepted: a project's folder may have been moved.
     """
     (file, _, cls), (other_file, _, other_cls) = one.rpartition(":"), other.rpartition(":")
     if not (file.endswith(".py") and other_file.endswith(".py")):
@@ -407,17 +408,17 @@ def kinds(info: FieldInfo) -> tuple[Any, ...]:
 
 
 def is_bool_for_number(info: FieldInfo, value: Any) -> bool:
-    """Tell whether a truth value stands where a number belongs; Python would take True for 1."""
+    """Return whether a boolean is given for a number; Python would take True for 1."""
     return isinstance(value, bool) and bool not in kinds(info)
 
 
 def shown(value: Any) -> str:
-    """Return a value as a fault shows it."""
+    """Return a value as shown in messages about faults."""
     return repr(str(value)) if isinstance(value, str | Path) else repr(value)
 
 
 def requirement(name: str) -> str:
-    """Say in words what a setting's value must be: `a whole number above 0`."""
+    """Return a description of a setting's valid values: `a whole number above 0`."""
     if name == "name":
         return "1 to 64 letters, digits, '.', '_' or '-', the first a letter or digit"
     if name == "nnodes":
@@ -426,7 +427,7 @@ def requirement(name: str) -> str:
 
 
 def requirement_of(info: FieldInfo) -> str:
-    """Say in words what the value of a setting or option must be."""
+    """Return a description of the valid values of a setting or option."""
     kind = kinds(info)[0]
     if typing.get_origin(kind) is Literal:
         return "one of " + ", ".join(typing.get_args(kind))

@@ -1,11 +1,11 @@
-"""Settings of other training tools, and what takes their place here."""
+"""Settings of other training tools, and their equivalents in dure."""
 
 from collections.abc import Callable, Collection
 
 _TASK = "the optimiser is the task's: set it in build_optimizer, and make it an option of the task to vary it ({task})"
 
 _PLACES = {
-    # what is optimised
+    # objective and optimiser
     _TASK: (
         *("lr", "learning_rate", "base_lr", "weight_decay", "wd", "momentum", "betas", "beta1", "beta2", "eps"),
         *("optimizer", "optim", "opt"),
@@ -36,7 +36,7 @@ _PLACES = {
         ),
         *("train_file", "hidden_size", "dropout", "pretrained", "tokenizer", "image_size", "num_classes"),
     ),
-    # how much
+    # length, batch size and frequency
     "use {epochs}": ("max_epochs", "num_epochs", "num_train_epochs", "n_epochs", "epoch", "ep"),
     "use {samples}, which is steps x {global_batch_size}": (
         *("max_steps", "num_steps", "total_steps", "train_steps", "steps", "max_iters", "iterations", "num_iterations"),
@@ -80,7 +80,7 @@ _PLACES = {
         ),
     ),
     "use {seed}": ("seed_everything", "random_seed", "manual_seed", "rng_seed", "global_seed"),
-    # on what
+    # devices and precision
     "use {nproc}": (
         *("gpus", "devices", "num_gpus", "n_gpus", "ngpus", "num_devices", "n_devices", "world_size", "num_processes"),
         *(
@@ -133,7 +133,7 @@ _PLACES = {
     ),
     "use {sync_batchnorm}": ("sync_bn", "syncbn", "sync_batch_norm"),
     "use {compile}": ("torch_compile", "compile_model", "torchcompile"),
-    # where to, and how often
+    # output and its frequency
     "use {runs_dir}, and {name} for the run's own folder in it": (
         *("output_dir", "out_dir", "out", "output", "save_dir", "log_dir", "logdir", "default_root_dir", "work_dir"),
         *("workdir", "checkpoint_dir", "ckpt_dir", "exp_dir", "save_path", "logging_dir", "o"),
@@ -182,19 +182,19 @@ _PLACES = {
     "training is what `dure train` does: leave it out": ("do_train", "train", "mode"),
     "there is none yet: leave it out": ("early_stopping", "patience", "early_stopping_patience", "ema", "profiler"),
 }
-"""Sentence with settings in braces, and the names that it answers."""
+"""Sentence with settings in braces, and the names for which it is shown."""
 
 _SENTENCES = {name: sentence for sentence, names in _PLACES.items() for name in names}
 
 
 def place_of(name: str, known: Collection[str], spell: Callable[[str], str], *, has_task: bool = True) -> str | None:
-    """Say what takes the place of another tool's setting; None for a name that no tool has, or of no use here.
+    """Return the equivalent of another tool's setting; None for an unknown name, or one that is of no use here.
 
     Args:
-        name: As it was written: `--per-device-batch-size`, `DURE_LR`.
+        name: Name as it was written: `--per-device-batch-size`, `DURE_LR`.
         known: Settings that may be named, by their names in `RunSpec`.
-        spell: Writes a setting as the caller would: `--nproc`, `nproc`, `DURE_NPROC`.
-        has_task: False if what runs is no task, so that only a setting can take the place.
+        spell: Spells a setting as the caller would: `--nproc`, `nproc`, `DURE_NPROC`.
+        has_task: False if no task is run, so that only a setting can be the equivalent.
     """
     plain = name.lower().removeprefix("dure_").lstrip("-").replace("-", "_").replace(".", "_")
     sentence = _SENTENCES.get(plain)

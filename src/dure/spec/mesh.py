@@ -1,4 +1,4 @@
-"""The words of `--mesh`: which axes a run is laid out over, and how many ranks each has."""
+"""Parser of `--mesh`: the axes of a run, and the number of ranks along each."""
 
 import math
 import re
@@ -12,12 +12,12 @@ def parse_mesh(text: str | None, axes: Sequence[str], num_devices: int, counted:
 
     Args:
         text: `data=2,pipeline=2`; None puts all devices on the last axis.
-        axes: The axes that the strategy knows, outermost first; those not named have size 1.
-        num_devices: What the product must be.
-        counted: That number in words, as the user came by it.
+        axes: Axes of the strategy, outermost first; those not named have size 1.
+        num_devices: Required product of the sizes.
+        counted: That number as text, with its origin.
 
     Raises:
-        ValueError: One sentence: not of that form, an unknown axis, or another product.
+        ValueError: The form, an axis or the product is wrong; one sentence.
     """
     if text is None:
         return {axis: num_devices if axis == axes[-1] else 1 for axis in axes}

@@ -1,4 +1,4 @@
-"""Sentences about names that are not known."""
+"""Messages about unknown names."""
 
 import difflib
 from collections.abc import Callable, Iterable
@@ -6,20 +6,20 @@ from collections.abc import Callable, Iterable
 from dure.spec.foreign_names import place_of
 
 _LIKENESS = 0.6
-"""Ratio from which a name may be what was meant."""
+"""Similarity ratio from which a name is suggested."""
 _MOST_NEAR = 3
 _FEW = 20
-"""Most names that are listed in full."""
+"""Maximum number of names that are listed in full."""
 
 
 def unknown_name(kind: str, name: str, known: Iterable[str], otherwise: str = "nothing is called so") -> str:
-    """Say in one sentence that a name is unknown: what was meant, if that can be guessed, and the known ones if few.
+    """Return a sentence about an unknown name, with the most similar name if there is one, or the known ones if few.
 
     Args:
-        kind: What it is.
-        name: As it was written.
-        known: The nearest of them come first, the others in their own order.
-        otherwise: What is said where there are many, and none is near.
+        kind: Kind of the name.
+        name: Name as it was written.
+        known: Known names; the most similar ones are listed first, the others in their own order.
+        otherwise: Text if there are many names, and none is similar.
     """
     names = list(known)
     if not names:
@@ -41,15 +41,15 @@ def unknown_setting(
     *,
     has_task: bool = True,
 ) -> str:
-    """Say that a setting is unknown: what takes its place if another tool has it, or else what is near.
+    """Return a sentence about an unknown setting, with its equivalent if another tool has it, or else similar names.
 
     Args:
-        kind: What it is: `flag`, `setting`, `environment variable`.
-        name: As it was written.
-        known: Settings that are taken, by their names in `RunSpec`.
-        spell: Writes a setting as the caller would.
-        otherwise: What is said where none is near.
-        has_task: False if what runs is no task.
+        kind: Kind of the name: `flag`, `setting`, `environment variable`.
+        name: Name as it was written.
+        known: Accepted settings, by their names in `RunSpec`.
+        spell: Spells a setting as the caller would.
+        otherwise: Text if no name is similar.
+        has_task: False if no task is run.
     """
     settings = list(known)
     instead = place_of(name, settings, spell, has_task=has_task)

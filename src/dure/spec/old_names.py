@@ -1,4 +1,4 @@
-"""Names of options and settings before they were grouped, understood for one version: `--bucket-bytes`."""
+"""Names of options and settings before they were grouped, accepted for one version: `--bucket-bytes`."""
 
 from collections.abc import Callable, Mapping
 from typing import Any, Protocol
@@ -30,16 +30,16 @@ TRUTHS = frozenset(
         "checkpoint_async",
     }
 )
-"""Old names of options and settings that are true or false."""
+"""Old names of boolean options and settings."""
 
 WITHOUT_EFFECT = frozenset({"bucket_bytes", "gradient_as_bucket_view", "find_unused_parameters"})
-"""Old names that every strategy took, also where they had no effect."""
+"""Old names that every strategy accepted, even without effect."""
 
 _NEW_NAMES = {"fsdp_units": "units", "tp_plan": "plan"}
 
 
 def option_name(old: str) -> str:
-    """Return what an option is called now, behind its strategy's name."""
+    """Return the current name of an option, without its strategy's."""
     return _NEW_NAMES.get(old, old)
 
 
@@ -49,11 +49,11 @@ SETTINGS: Mapping[str, str] = {
     "checkpoint_async": "checkpoint.background",
     "keep_checkpoints": "checkpoint.keep",
 }
-"""Old names of settings that are in a table now, with that."""
+"""Old names of settings that are now in a table, with their current names."""
 
 
 def of_now(record: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a spec's record with options under `options`, and the names of now, as `checkpoint.keep`."""
+    """Return a spec's record with options under `options`, and with current names such as `checkpoint.keep`."""
     settings = {SETTINGS.get(name, name): value for name, value in record.items() if name not in STRATEGIES_WITH}
     if "options" in record:
         return settings
@@ -67,7 +67,7 @@ def of_now(record: Mapping[str, Any]) -> dict[str, Any]:
 
 
 class Names(Protocol):
-    """Words of a source of settings for one of them."""
+    """Spelling of settings in one source."""
 
     @property
     def say(self) -> Callable[[str], str]: ...
@@ -77,14 +77,14 @@ class Names(Protocol):
 
 
 def note(source: Names, old: str, name: str) -> str:
-    """Say that an old name was understood, and what is to be written."""
+    """Return a note that an old name was accepted, with the current one."""
     where, spelled = source.say(old), source.spell(old)
     where = where if where.endswith(spelled) else f"{where}: {spelled}"
     return f"{where} is called {source.spell(name)} now; the old name is understood in this version only"
 
 
 def given_twice(source: Names, old: str, name: str) -> str:
-    """Refuse an old name and the new one in one source."""
+    """Return a message about a setting with two values in one source, under its old and its current name."""
     return (
         f"{source.say(old)}: {source.spell(old)} is the old name of {source.spell(name)}, which is given too: leave it "
         "out"

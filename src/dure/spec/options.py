@@ -8,7 +8,7 @@ from dure.spec.fields import RunSpec
 
 
 class StrategyOptions(BaseModel):
-    """Options that one strategy has. A field's description is its help text; its name stands behind the strategy's.
+    """Options of one strategy. A field's description is its help text; its name follows the strategy's.
 
     `units` of fsdp is the flag `--fsdp.units`, the key `units` in a file's table `[fsdp]`, the variable
     `DURE_FSDP__UNITS`, and `fsdp={"units": ...}` in Python. Its module must not import torch: `--help` reads it.
@@ -18,16 +18,16 @@ class StrategyOptions(BaseModel):
 
     @classmethod
     def of(cls, spec: RunSpec) -> Self:
-        """Return the options that a run's spec has."""
+        """Return the options in a run's spec."""
         return cls.model_validate(spec.options)
 
     def faults(self, spec: RunSpec) -> list[tuple[str, str]]:
-        """Return what these options, each sound by itself, and the run's settings cannot be together.
+        """Return conflicts of these options with each other and with the run's settings, all individually valid.
 
         Args:
-            spec: The run, of which all settings are sound by themselves.
+            spec: Spec of the run, with individually valid settings.
 
         Returns:
-            The setting or option to blame, and a sentence about it that begins with a name.
+            The setting or option at fault, and a sentence about it that begins with a name.
         """
         return []

@@ -1,4 +1,4 @@
-"""The chosen strategy's own options, out of all sources; options of other strategies are refused, or do not count."""
+"""Options of the chosen strategy, from all sources; options of other strategies are refused, or ignored."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -15,13 +15,13 @@ from dure.spec.strategy_traits import StrategyTraits, option_names, strategies_w
 
 @dataclass(kw_only=True)
 class OwnOptions:
-    """Options of one strategy on their way to a spec."""
+    """Options of one strategy before they are in a spec."""
 
     strategy: str
     strategies: Mapping[str, StrategyTraits]
     values: dict[str, Any] = field(default_factory=dict)
     origin: dict[str, str] = field(default_factory=dict)
-    """Source of each option, by its name behind the strategy's."""
+    """Source of each option, by its name without the strategy's."""
     faults: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
 
@@ -29,13 +29,13 @@ class OwnOptions:
         self.cls = self.strategies[self.strategy].option_class()
 
     def take_over(self, base: RunSpec) -> None:
-        """Begin with what the resumed run has, as far as this strategy has such options."""
+        """Start with the resumed run's options, as far as this strategy has them."""
         for name, value in base.options.items():
             if name in self.cls.model_fields and value is not None:
                 self._set(name, value, "the resumed run")
 
     def lay_over(self, source: Source) -> None:
-        """Lay a source over those before it."""
+        """Override options of lower sources by those of this one."""
         tables = {name: table for name, table in source.values.items() if name in self.strategies}
         for strategy, table in tables.items():
             if not isinstance(table, Mapping):
@@ -88,7 +88,7 @@ class OwnOptions:
         self.notes.append(note(source, old, name))
 
     def _is_default(self, old: str, value: Any) -> bool:
-        """Return whether an old name has the value that it has where nothing is said, which no strategy refused."""
+        """Return whether an old name has its default value, which no strategy refused."""
         cls = self.strategies[STRATEGIES_WITH[old][0]].option_class()
         try:
             return bool(cls.model_validate({option_name(old): value}) == cls())
@@ -99,7 +99,7 @@ class OwnOptions:
         self.values[option], self.origin[option] = value, origin
 
     def validated(self) -> tuple[dict[str, Any], set[str]]:
-        """Return every option with its value, defaults where nothing sound was given, and the options at fault."""
+        """Return every option with its value, or its default if no valid one was given, and the options at fault."""
         fields = self.cls.model_fields
         bad = {name for name, value in self.values.items() if is_bool_for_number(fields[name], value)}
         try:

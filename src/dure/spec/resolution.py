@@ -40,22 +40,23 @@ from dure.spec.strategy_traits import StrategyTable, StrategyTraits, option_name
 
 @dataclass(frozen=True, kw_only=True)
 class ResolvedSpec:
-    """A spec, and for every setting where its value came from."""
+    """Spec with the source of every setting."""
 
     spec: RunSpec
     origin: dict[str, str]
     """Source of each field, of each task option as `task_options.<name>`, and of each of the strategy's options as
     `options.<name>`: `flag --epochs`, `default`, ..."""
     notes: tuple[str, ...] = ()
-    """Sentences for who called, on names that will not be understood for long."""
+    """Notes for the caller about deprecated names."""
     task_object: Mapping[str, Any] | None = None
-    """Reason why class and options do not suffice to make the task again, and digests of its attributes; None if they
-    do."""
+    """Reason why class and options do not suffice to create the task again, and digests of its attributes; None if they
+    do.
+    """
 
 
 @dataclass(kw_only=True)
 class _Draft:
-    """Settings on their way to a spec; faults are collected, not raised."""
+    """Settings before they are in a spec; faults are collected, not raised."""
 
     values: dict[str, Any] = field(default_factory=dict)
     options: dict[str, Any] = field(default_factory=dict)
@@ -80,22 +81,22 @@ def resolve(
     base: RunSpec | None = None,
     total_devices: int | None = None,
 ) -> ResolvedSpec:
-    """Bring the settings of a run together: flags over `DURE_*` over TOML over the task's defaults.
+    """Merge the settings of a run: flags over `DURE_*` over TOML over the task's defaults.
 
-    When a run is resumed its own spec takes the place of the task's defaults. Values may be text (flags and the
-    environment have nothing else); a value of None counts as not given.
+    When a run is resumed, its own spec replaces the task's defaults. Values may be text (flags and the environment have
+    nothing else); None counts as not given.
 
     Args:
-        flags: Explicitly given settings by field name; `task_options` holds the task's own.
-        environ: The process's environment.
+        flags: Explicitly given settings by field name; `task_options` contains the task's own.
+        environ: Environment variables of the process.
         config: A TOML file whose keys are field names, with a `[task_options]` table.
         task_defaults: `Task.defaults` of the task's class.
-        strategies: The known strategies by name.
-        base: The spec of the run that is being resumed.
-        total_devices: Devices of all hosts, where a launcher decides that and they are not `nproc` for each.
+        strategies: Known strategies by name.
+        base: Spec of the resumed run.
+        total_devices: Devices of all hosts, if a launcher determines them and they are not `nproc` for each.
 
     Raises:
-        SpecInvalid: One or more settings cannot be; every fault is in it.
+        SpecInvalid: Settings are invalid; contains every fault.
     """
     draft = _Draft()
     settings = {name: value for name, value in flags.items() if value is not None}
@@ -104,7 +105,7 @@ def resolve(
     if base is None:
         ground = task_source(task_defaults, [settings, environment.values, file.values])
     else:
-        # how much is said concerns this terminal, not the run; where processes are, and what is looked at, this start
+        # output concerns this terminal, not the run; nodes and checks concern this start
         left_out = {"quiet", "preflight", "accept_changes", "trust_task"}
         values = base.model_dump(exclude={*left_out, *NODE_FIELDS, *RECORD_FIELDS, *OPTIONS_FIELDS})
         ground = Source(values=values, say=lambda name: "the resumed run", is_chosen=False)
@@ -131,11 +132,11 @@ def resolve(
     return ResolvedSpec(spec=spec, origin=draft.origin, notes=notes)
 
 
-# --- bringing them together
+# --- merging
 
 
 def _overlay(draft: _Draft, source: Source, strategies: Mapping[str, StrategyTraits]) -> None:
-    """Lay one source over the ones below it."""
+    """Override settings of lower sources by those of one source."""
     try:
         values = with_own_names(_with_names_of_now(draft, source), source.spell)
     except SpecInvalid as error:
@@ -143,7 +144,7 @@ def _overlay(draft: _Draft, source: Source, strategies: Mapping[str, StrategyTra
         return
     for name, value in values.items():
         if value is None or name in STRATEGIES_WITH or (isinstance(value, Mapping) and name in strategies):
-            continue  # options are looked at when the strategy is known
+            continue  # options are examined once the strategy is known
         if name not in SETTINGS:
             known = [*SETTINGS, *source.more, *option_names(strategies)]
             fault = unknown_setting("setting", name, known, source.spell)
@@ -159,7 +160,7 @@ def _overlay(draft: _Draft, source: Source, strategies: Mapping[str, StrategyTra
 
 
 def _with_names_of_now(draft: _Draft, source: Source) -> dict[str, Any]:
-    """Return a source's settings one by one, those in tables as `checkpoint.keep`; old names get a note."""
+    """Return a source's settings as separate entries, such as `checkpoint.keep`; old names get a note."""
     values = without_tables(source.values)
     for old, name in old_names.SETTINGS.items():
         value = values.pop(old, None)
@@ -191,7 +192,7 @@ def _overlay_length(draft: _Draft, source: Source) -> None:
 
 
 def _settle_strategy(draft: _Draft, strategies: Mapping[str, StrategyTraits], base: RunSpec | None) -> None:
-    """Choose the strategy when none is given, and let a resumed run's choices give way to new ones."""
+    """Choose the strategy if none is given, and drop a resumed run's choices that conflict with new ones."""
     num_devices = _num_devices(draft)
     many = num_devices != 1
     traits = strategies.get(str(draft.values.get("strategy")))
@@ -210,7 +211,7 @@ def _settle_strategy(draft: _Draft, strategies: Mapping[str, StrategyTraits], ba
         and "mesh" not in draft.chosen
         and (is_other_world or {"strategy", "nproc"} & draft.chosen)
     ):
-        draft.drop("mesh")  # it was made for the ranks, or the axes, of another place
+        draft.drop("mesh")  # it was chosen for another number of ranks, or other axes
     if not any(name in draft.values for name in LENGTH_FIELDS):
         draft.values["epochs"] = 1.0
 
@@ -218,7 +219,7 @@ def _settle_strategy(draft: _Draft, strategies: Mapping[str, StrategyTraits], ba
 def _own_options(
     draft: _Draft, sources: Sequence[Source], strategies: Mapping[str, StrategyTraits], base: RunSpec | None
 ) -> OwnOptions | None:
-    """Bring the chosen strategy's options together; None if there is no such strategy."""
+    """Merge the chosen strategy's options; None if there is no such strategy."""
     strategy = str(draft.values["strategy"])
     if strategy not in strategies:
         return None
@@ -231,7 +232,7 @@ def _own_options(
 
 
 def _num_devices(draft: _Draft) -> int | None:
-    """Return the devices of all hosts, as far as what was said of them is sound; None if it is not."""
+    """Return the devices of all hosts; None if their settings are invalid."""
     names = ("nproc", "nnodes", "total_devices")
     try:
         return RunSpec.model_validate(
@@ -241,11 +242,11 @@ def _num_devices(draft: _Draft) -> int | None:
         return None
 
 
-# --- what cannot be
+# --- validation
 
 
 def _validate(draft: _Draft, strategies: StrategyTable[StrategyTraits], own: OwnOptions | None) -> RunSpec | None:
-    """Check every setting by itself, then the sound ones together. Returns None when there is no task."""
+    """Validate every setting by itself, then the valid ones together. Returns None if there is no task."""
     bad = {name for name, value in draft.values.items() if is_bool_for_number(field_of(name), value)}
     try:
         RunSpec.model_validate(in_tables({**draft.values, "task": draft.values.get("task", "-:-")}))
@@ -276,14 +277,14 @@ def _validate(draft: _Draft, strategies: StrategyTable[StrategyTraits], own: Own
 
 
 def _name_at(place: tuple[int | str, ...]) -> str:
-    """Return the setting at a place in the spec."""
+    """Return the setting at a location in the spec."""
     return ".".join(map(str, place[:2])) if place[0] in TABLES else str(place[0])
 
 
 def _strategy_faults(
     draft: _Draft, spec: RunSpec, strategies: Mapping[str, StrategyTraits], bad: set[str]
 ) -> list[str]:
-    """Compare the chosen strategy with what is asked of it."""
+    """Return faults of the chosen strategy with these settings."""
     traits, faults = strategies[spec.strategy], []
     if not bad & {"nproc", "nnodes"} and spec.num_devices > 1 and not traits.many_devices:
         many = next(name for name, row in strategies.items() if row.default_for == "many")
@@ -323,7 +324,7 @@ def _fault(draft: _Draft, name: str) -> str:
 
 
 def _identity_faults(draft: _Draft, spec: RunSpec, base: RunSpec) -> list[str]:
-    """Refuse what would make the resumed run another run."""
+    """Return changes of settings that a resume does not permit."""
     faults = []
     for name in IDENTITY_FIELDS:
         now, then = getattr(spec, name), getattr(base, name)
@@ -356,7 +357,7 @@ def _option_faults(draft: _Draft, now: dict[str, Any], then: dict[str, Any]) -> 
 
 
 def _means(value: Any, then: Any) -> bool:
-    """Compare an option with the recorded one; a flag's text may stand for a number or a truth value."""
+    """Return whether an option equals the recorded one; a flag's text may represent a number or a boolean."""
     if isinstance(value, str) and not isinstance(then, str):
         try:
             value = parse_json(value.lower())

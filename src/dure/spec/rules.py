@@ -1,4 +1,4 @@
-"""Rules on combinations of settings, whatever the strategy."""
+"""Rules on combinations of settings, independent of the strategy."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -8,16 +8,16 @@ from dure.spec.fields import RunSpec
 
 @dataclass(frozen=True, kw_only=True)
 class Rule:
-    """Something that several settings must fulfil together."""
+    """Rule that several settings must fulfil together."""
 
     fields: tuple[str, ...]
     blame: str
-    """The setting whose source is named."""
+    """Setting whose source is named in the message."""
     is_broken: Callable[[RunSpec], bool]
     fault: Callable[[RunSpec], str]
 
     def breaks(self, spec: RunSpec, bad: set[str]) -> bool:
-        """Return whether these settings break it, as far as each is sound by itself."""
+        """Return whether these settings break the rule, unless one of them is invalid by itself."""
         return not bad.intersection(self.fields) and self.is_broken(spec)
 
 

@@ -17,29 +17,31 @@ from dure.spec.strategy_traits import StrategyTraits, option_names
 ENVIRONMENT_PREFIX = "DURE_"
 
 INTERNAL_PREFIX = "DURE_INTERNAL_"
-"""Variables that dure's own processes hand to each other; never settings, so never reported as unknown ones."""
+"""Prefix of variables that dure's own processes pass to each other; never settings, so never reported as unknown ones.
+"""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Source:
-    """One place that settings come from."""
+    """Source of settings."""
 
     values: Mapping[str, Any]
     say: Callable[[str], str]
-    """Function that names the source of one setting, for people."""
+    """Function that returns the origin of one setting as text."""
     spell: Callable[[str], str] = str
-    """Function that writes a setting's name as this source has it."""
+    """Function that spells a setting's name as in this source."""
     more: tuple[str, ...] = ()
-    """Names other than settings that its faults may point to."""
+    """Names other than settings that its faults may suggest."""
     is_for_one_strategy: bool = False
-    """True if what it says of another strategy than the chosen one is a fault; the others may have settings of several
-    strategies."""
+    """True if settings of strategies other than the chosen one are a fault; other sources may have settings of several
+    strategies.
+    """
     is_chosen: bool = True
-    """False for defaults and the resumed run: what was not chosen now gives way instead of being a fault."""
+    """False for defaults and the resumed run: their values are dropped instead of being a fault."""
 
 
 def flag_source(settings: Mapping[str, Any]) -> Source:
-    """Return what the call gives: flags, or arguments in Python."""
+    """Return the source for the call: flags, or arguments in Python."""
     return Source(values=settings, say=_say_flag, spell=flag_name, more=("resume",), is_for_one_strategy=True)
 
 
@@ -51,7 +53,7 @@ def _say_flag(name: str) -> str:
 
 
 def task_source(defaults: Mapping[str, Any], higher: list[Mapping[str, Any]]) -> Source:
-    """Return the defaults of a task.
+    """Return the source for the defaults of a task.
 
     Args:
         defaults: `Task.defaults`.
@@ -63,7 +65,7 @@ def task_source(defaults: Mapping[str, Any], higher: list[Mapping[str, Any]]) ->
 
 
 def without_place(source: Source) -> Source:
-    """Leave out where runs go: DURE_RUNS_DIR of a shell is about new runs, a resumed one stays where it is."""
+    """Return a source without the run's location: a shell's DURE_RUNS_DIR is for new runs, a resumed one stays."""
     values = {name: value for name, value in source.values.items() if name not in PLACE_FIELDS}
     return replace(source, values=values)
 
@@ -110,7 +112,7 @@ def _options_from_json(variable: str, text: str, faults: list[str]) -> dict[str,
 
 
 def config_source(config: Path | None, faults: list[str]) -> Source:
-    """Return the settings of a TOML file."""
+    """Return the source for the settings of a TOML file."""
     if config is None:
         return Source(values={}, say=str)
     values: dict[str, Any] = {}
@@ -122,10 +124,10 @@ def config_source(config: Path | None, faults: list[str]) -> Source:
 
 
 def read_toml(config: Path) -> dict[str, Any]:
-    """Read a file of settings as it stands.
+    """Return the contents of a file of settings.
 
     Raises:
-        SpecInvalid: It cannot be read, or is no TOML.
+        SpecInvalid: It cannot be read, or is not TOML.
     """
     try:
         return documents.read_toml(Path(config))

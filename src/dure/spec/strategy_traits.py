@@ -15,15 +15,15 @@ class StrategyTraits(Protocol):
 
     @property
     def default_for(self) -> str:
-        """`one` or `many` devices, or nothing."""
+        """`one` or `many` devices for which it is the default; empty for neither."""
 
     @property
     def settings(self) -> tuple[str, ...]:
-        """Settings that not every strategy can honour, and this one does."""
+        """Settings that this strategy honours but some others do not."""
 
     @property
     def mesh_axes(self) -> tuple[str, ...]:
-        """The axes that `mesh` may name."""
+        """Axes that `mesh` may name."""
 
     def option_class(self) -> type[StrategyOptions]:
         """Return the model of its own options."""
@@ -38,7 +38,7 @@ class StrategyTable(Mapping[str, _Row]):
     @property
     @abstractmethod
     def faults(self) -> Mapping[str, str]:
-        """Sentences about strategies that were found and cannot be used, by their names."""
+        """Messages about installed strategies that cannot be used, by their names."""
 
 
 def strategies_with(option: str, strategies: Mapping[str, StrategyTraits]) -> list[str]:
@@ -47,7 +47,7 @@ def strategies_with(option: str, strategies: Mapping[str, StrategyTraits]) -> li
 
 
 def option_names(strategies: Mapping[str, StrategyTraits], names: Iterable[str] | None = None) -> list[str]:
-    """Return the options of these strategies (all) behind the strategies' names: `fsdp.units`."""
+    """Return the options of these strategies (all by default), after the strategies' names: `fsdp.units`."""
     return [
         f"{name}.{option}"
         for name in (strategies if names is None else names)

@@ -1,4 +1,4 @@
-"""Rehearsal of later calls of a task, of its schedule and an evaluation, without a trace."""
+"""Rehearsal of later calls of a task's schedule, and of an evaluation, whose effects are undone."""
 
 import math
 import time
@@ -41,7 +41,7 @@ from dure.training.task.task import Schedule
 
 _NUM_SAMPLES = 8
 _MOST_SECONDS = 1.0
-"""Seconds after which a schedule is called at no further step, for the state that it sets only at some."""
+"""Seconds after which a schedule is called at no further step; it may set state at some steps only."""
 
 
 def asked_schedule(session: Session, given: Any) -> tuple[Schedule | None, frozenset[str]]:
@@ -142,16 +142,16 @@ class WatchedSchedule:
 def _refuse_use_of_parts(
     strategy: Strategy, parameters: Mapping[str, nn.Parameter], used: UsedTensors, error: Exception | None = None
 ) -> None:
-    """Refuse a schedule that has used what this rank has only in part.
+    """Refuse a schedule that has used values of which this rank has only a part.
 
     Args:
         strategy: Strategy with its rules.
         parameters: Parameters by name, before the schedule was called.
-        used: What it used of them; some may be whole.
+        used: Values of them that it used; some may be whole.
         error: Error that the schedule raised; it becomes the cause.
 
     Raises:
-        TaskInvalid: It has.
+        TaskInvalid: It has used such values.
     """
     in_parts = [name for name in used.names if _is_in_parts(strategy, parameters[name])]
     if in_parts:

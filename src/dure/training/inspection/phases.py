@@ -1,7 +1,7 @@
-"""Phases that a task's schedule begins: inspections of the loss with the state that it sets at positions of the run.
+"""Phases that a task's schedule begins: inspections of the loss in the states that it sets at positions of the run.
 
 A schedule may set plain state that the loss reads, at some number of samples: a weight of a term, an observer, a phase
-of the training. What the loss does from there on is found before training, as far as that state decides it.
+of the training. The behaviour of the loss from there on is found before training, as far as that state determines it.
 """
 
 import contextlib
@@ -31,7 +31,7 @@ _MOST_INSPECTED = 3
 
 
 class Phases:
-    """States that a schedule sets on the way, and traits that the loss has in them."""
+    """States that a schedule sets during the run, and traits of the loss in them."""
 
     def __init__(
         self,
@@ -54,7 +54,7 @@ class Phases:
         self._positions = positions
 
     def traits(self, inspection: LossInspection, num_samples: int, known: LossTraits) -> LossTraits:
-        """Return the known traits of the loss together with those that it has in states that the schedule sets.
+        """Return the known traits of the loss merged with those in states that the schedule sets.
 
         Args:
             inspection: Inspection of the loss.
@@ -120,9 +120,9 @@ class Phases:
         return new
 
     def _states(self, places: Collection[int], *, watches_writes: bool) -> Generator[int]:
-        """Yield positions while the task is in the state that the schedule sets there; put everything back afterwards.
+        """Yield positions while the task is in the state that the schedule sets there; restore everything afterwards.
 
-        The schedule is called at the positions between too, for it may count its calls.
+        The schedule is called at the positions between too, because it may count its calls.
         """
         trial = Trial(self._model, self._objects, watches_writes=watches_writes)
         with trial, without_new_hooks(self._model):
@@ -164,14 +164,14 @@ def positions_of(total_samples: int, epoch_samples: int, batch_size: int) -> lis
 
 
 def _spread(length: int, most: int) -> list[int]:
-    """Return at most some places of a sequence, with its first and its last, evenly spaced."""
+    """Return at most `most` evenly spaced positions of a sequence, including its first and its last."""
     if length <= most:
         return list(range(length))
     return [0] if most == 1 else sorted({(length - 1) * number // (most - 1) for number in range(most)})
 
 
 class _Changes:
-    """Differences of the state that a loss may depend on from the state in which this was made."""
+    """Differences between the current state on which a loss may depend, and that at the time of construction."""
 
     def __init__(self, model: nn.Module, objects: Mapping[str, object]) -> None:
         self._model = model

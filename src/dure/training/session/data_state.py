@@ -34,7 +34,7 @@ class DataState:
         self.record()
 
     def keeps_random_values(self, read: Callable[[Any, int, int], Any]) -> bool:
-        """Return whether a sample keeps what was drawn for it when it was first read; called once.
+        """Return whether a sample keeps the random values drawn at its first read; called once.
 
         Args:
             read: Returns a sample of a data set, by its index and an epoch.
@@ -51,7 +51,7 @@ class DataState:
         return False
 
     def record(self) -> None:
-        """Record the tensors as they are now."""
+        """Record the current tensors."""
         tensors = tensors_of("data", self._data)
         self._first = {path: (each, each._version) for path, each in tensors.items() if not each.is_inference()}
 

@@ -265,7 +265,7 @@ def _num_used(first: int, last: int) -> int:
 
 
 def _lookup_seconds(address: str) -> float:
-    """Return the seconds of a reverse look-up, as torch's store makes one for each address although it needs none."""
+    """Return the seconds of a reverse look-up, which torch's store makes for each address without need."""
     began = time.perf_counter()
     with suppress(OSError):
         socket.getnameinfo((address, 0), 0)

@@ -30,7 +30,7 @@ class Restart:
     microbatch_sizes: tuple[int, int] | None = None
     """Microbatch sizes before and after, if memory ran out. Such a restart does not count."""
     go_back_to: int | None = None
-    """Samples seen to which the run goes back, because it can be trusted up to there; None otherwise."""
+    """Position in samples to which the run goes back, because it can be trusted up to there; None otherwise."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -5,7 +5,7 @@ from collections.abc import Callable, Collection
 _TASK = "the optimiser is the task's: set it in build_optimizer, and make it an option of the task to vary it ({task})"
 
 _PLACES = {
-    # objective and optimiser
+    # optimiser and model
     _TASK: (
         *("lr", "learning_rate", "base_lr", "weight_decay", "wd", "momentum", "betas", "beta1", "beta2", "eps"),
         *("optimizer", "optim", "opt"),

@@ -62,7 +62,7 @@ class RankState:
     silent_seconds: float
     """Seconds since its last heartbeat; 0 if there was none."""
     sequence: int = -1
-    """Number of collectives that the group of all ranks had been asked for at its last heartbeat; -1 if unknown."""
+    """Number of collectives requested from the group of all ranks at its last heartbeat; -1 if unknown."""
     exit_code: int | None = None
     """Exit code of a rank that has ended; None while it runs."""
     is_stopped: bool = False
@@ -76,7 +76,7 @@ class RankState:
     others: tuple[tuple[Frame, ...], ...] = ()
     """Frames of its other threads."""
     collectives: tuple[Collective, ...] | None = None
-    """Last collectives, oldest first; None if the rank could not answer."""
+    """Last collectives, oldest first; None if the rank could not reply."""
     call: Call | None = None
     """Call in which a thread of the script is."""
     called: str | None = None

@@ -158,7 +158,7 @@ def _wait(launch: Launch, workers: list[Worker], memory: SurvivingMemory, receiv
 def _time_to_stop(
     launch: Launch, stop: StopLimit, workers: list[Worker], memory: SurvivingMemory, look: JointLook | None
 ) -> float:
-    """Return the seconds that ranks have left after a stop signal; report what they are waited for, and where."""
+    """Return the seconds that ranks have left after a stop signal; report why the stop waits, and where ranks are."""
     alive = [worker.rank for worker in workers if worker.end is None]
     seconds = stop.seconds_left(alive)
     last = min(memory.heartbeats.last(rank).time for rank in alive)
@@ -285,7 +285,7 @@ def _heed_others(launch: Launch, workers: list[Worker], received: list[int], end
 
 
 def _fall_silent(launch: Launch, alive: list[Worker]) -> None:
-    """Suspend this host's messages if an injected fault requests it."""
+    """Stop the ranks and send nothing for a while, if an injected fault requests it."""
     seconds = max((asked for worker in alive if (asked := worker.asked_cut()) is not None), default=None)
     if seconds is None:
         return

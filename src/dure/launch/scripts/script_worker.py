@@ -251,7 +251,7 @@ def _collective() -> str | None:
 
 
 def _leave_in_order(code: int, marker: list[object]) -> int:
-    """Do the interpreter's shutdown up to the point at which torch's threads abort; the rest is left out."""
+    """Perform the interpreter's shutdown up to the point at which torch's threads abort; the rest is left out."""
     atexit.unregister(gc.freeze)  # registered by the command that forked this rank
     try:
         threading._shutdown()  # type: ignore[attr-defined]  # threads, and pools that were not shut down

@@ -41,7 +41,7 @@ class DeviceReplicas(Strategy):
         self._threads = DeviceThreads(self.devices, in_order=in_order)
 
     def sync_gradients(self) -> StepFacts:
-        """Add up the terms; there is no other rank."""
+        """Sum the terms; there is no other rank."""
         return self.sums.step_facts()
 
     def bytes_between_devices(self) -> int:

@@ -1,6 +1,6 @@
 """Data parallelism with dure's own reducer: one flat gradient buffer, buckets, any all-reduce algorithm.
 
-It does what torch's DDP does (Li et al. 2020), openly and over `dure.comm`. Gradients are views into one flat buffer.
+It does what torch's DDP does (Li et al. 2020), in Python over `dure.comm`. Gradients are views into one flat buffer.
 Backward fills its buckets in reverse order, and they are reduced while backward still runs: on the CPU by another
 thread, on an accelerator by asynchronous calls. Apex's options have their own names here: `message_size`,
 `delay_allreduce`, `allreduce_always_fp32`, `gradient_average`, `gradient_predivide_factor`. The simple counterpart is

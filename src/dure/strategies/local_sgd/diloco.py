@@ -33,7 +33,7 @@ class DiLoCo(Averaging):
         self._outer: SGD | None = None
 
     def optimizer_step(self) -> None:
-        """Step with this rank's own gradient; when it is due, average and take the outer step."""
+        """Step with this rank's own gradient; average and take the outer step when it is due."""
         if self._outer is None and not self.is_warming_up:
             self._outer = self._anchored()
         super().optimizer_step()

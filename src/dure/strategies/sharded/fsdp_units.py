@@ -29,7 +29,7 @@ class Unit:
 
     @property
     def has_batchnorm(self) -> bool:
-        """Return whether it has a BatchNorm: recomputing one counts a batch twice, and it needs float32 parameters."""
+        """Return whether it has a BatchNorm, which counts a recomputed batch twice and needs float32 parameters."""
         return has_batchnorm(self.module)
 
 

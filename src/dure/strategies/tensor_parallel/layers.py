@@ -100,7 +100,7 @@ class DividedLayer(ParallelStyle):
 
 
 def _follow_placement(parameter: nn.Parameter, placement: Shard) -> None:
-    """Make a parameter's gradient have its placement, whatever operations it comes from."""
+    """Constrain a parameter's gradient to its placement, whatever operations it comes from."""
     is_trained = parameter.requires_grad
     parameter.requires_grad_(True)  # a frozen one may be trained later
     parameter.register_hook(lambda gradient: redistributed(gradient, placement))

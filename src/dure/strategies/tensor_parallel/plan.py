@@ -230,7 +230,7 @@ def _embedding_fault(layer: nn.Embedding) -> str | None:
 
 
 def _agree_on_tied(plan: TensorPlan, model: nn.Module) -> None:
-    """Make layers that share a weight cut it in the same dimension; a weight shared with other modules stays whole."""
+    """Make layers that share a weight cut it in the same dimension; a weight shared with a whole layer stays whole."""
     for names in _sharing(model):
         if not any(name in plan.styles for name in names):
             continue

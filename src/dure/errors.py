@@ -12,6 +12,7 @@ DureError                     exit code 1
 ├── EnvironmentLacks          3   a device, a library, an operating-system ability
 ├── CheckpointDamaged         1   torn, altered or bit-flipped; named
 ├── CheckpointNotWritten      1   the system refused to write one, for a reason other than space
+├── StateChanged              1   a tensor that changed while a checkpoint copied it
 ├── LossNotFinite             1   rank, step and sample indices
 ├── WeightsNotFinite          1   the parameter, when a checkpoint is written
 ├── RanksDisagree             1   model, order, dtype, seed or versions differ between ranks

@@ -76,10 +76,10 @@ class _Asked:
     def __init__(self, state: ObjectState) -> None:
         self._state = state
         self.changed: set[str] = set()
-        """Paths of the state that was another one at some time."""
+        """Paths of the state that has changed at some time."""
 
     def note(self) -> None:
-        """Note what is another one now; the comparison itself does not count as a use of tensors."""
+        """Record the current changes; the comparison itself does not count as a use of tensors."""
         with torchcompat.without_function_modes():
             self.changed.update(self._state.changed())
 

@@ -142,8 +142,9 @@ class Strategy(ABC):
         """Context for calls of the task, in which it cannot use optimiser state of which this rank has only a part."""
         if self.rules.divides_state and self.group.world_size * len(self.devices) > 1:
             self.state_guard = StateGuard(self.built_optimizer, self.info.name)
-        self._is_bare = self.state_guard is _AS_IT_IS and self.precision.name == "fp32"
         self.watch = self.watched_parameters()
+        is_plain = type(self).computed is Strategy.computed and self.precision.name == "fp32"
+        self._is_bare = is_plain and self.watch.is_light and self.state_guard is _AS_IT_IS
 
     def take_share(self, share: DataShare) -> None:
         """Work on another share of every batch from now on."""
@@ -187,6 +188,18 @@ class Strategy(ABC):
         self.unscale_gradients()
         if self.spec.clip_norm is not None:
             self.clip_gradients(self.stepped_parameters(), self.spec.clip_norm)
+        if self.first_steps.is_over:
+            self.precision.step(self.optimizer)
+        else:
+            self._take_first_step()
+        self.zero_gradients()
+
+    def _take_first_step(self) -> None:
+        """Step, and look at what the optimiser does in its first steps.
+
+        Raises:
+            TaskInvalid: Its step draws random numbers, and so does the task, on ranks that must stay equal.
+        """
         found = self.first_steps.take(self.optimizer, self.precision.step)
         if found.reduced is not None:
             self.traits = replace(self.traits, reduced_in_step=found.reduced)
@@ -196,7 +209,6 @@ class Strategy(ABC):
                 "loss, of which each rank draws its own: the ranks' weights would part; give the optimiser a "
                 "torch.Generator of its own, or train in one process"
             )
-        self.zero_gradients()
 
     def skip_step(self) -> None:
         """Leave the weights unchanged and drop the gradients; called on all ranks instead of `optimizer_step`."""
@@ -350,9 +362,13 @@ class Strategy(ABC):
     def watched(self, function: Callable[..., Any], *args: Any) -> Any:
         """Call a function of the task under autocast, and act on its changes to parameters and optimiser."""
         settings = settings_of(self.built_optimizer) if self._is_divided else None
-        if self._is_bare:  # entering contexts that do nothing takes a microsecond of every step
-            with self.watch:
-                result = self.computed(function, *args)
+        if self._is_bare:  # entering contexts that do nothing takes two microseconds of every step
+            calls = self.watch.calls
+            calls.append(None)
+            try:
+                result = function(*args)
+            finally:
+                calls.pop()
         else:
             with self.watch, self.precision.autocast(), self.state_guard:
                 result = self.computed(function, *args)

@@ -22,9 +22,6 @@ class StepFindings(NamedTuple):
     """Name of a reduction that its step called itself."""
 
 
-_NOTHING_FOUND = StepFindings()
-
-
 class FirstSteps:
     """Watch over the first steps of the optimiser."""
 
@@ -34,11 +31,13 @@ class FirstSteps:
         self.has_drawn = False
         """True if the optimiser drew random numbers in any of them."""
 
+    @property
+    def is_over(self) -> bool:
+        """True if later steps are not watched."""
+        return not self._num_left
+
     def take(self, optimizer: Optimizer, step: Callable[[Optimizer], None]) -> StepFindings:
         """Take a step, and examine it if it is among the first."""
-        if not self._num_left:
-            step(optimizer)
-            return _NOTHING_FOUND
         self._num_left -= 1
         before = GeneratorStates.now(*self._devices)
         called: list[str] = []

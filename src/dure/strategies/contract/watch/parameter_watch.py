@@ -67,7 +67,9 @@ class ParameterWatch:
         self._summed_at = -math.inf
         # identified by their attributes, which a proxy of the model shares
         self._modules = {id(vars(module)) for module in model.modules()}
-        self._calls: list[None] = []
+        self.is_light = not sees_writes and named is None
+        """True if the context does no more than to note that a call runs, in `calls`."""
+        self.calls: list[None] = []
         """One entry per call in progress: replicas on threads call their losses at the same time."""
         # registered for the lifetime of this object: to register at each call would take a fiftieth of a small step
         refuse = weakref.WeakMethod(self._refuse_replacing)
@@ -80,7 +82,7 @@ class ParameterWatch:
 
     def _refuse_replacing(self, module: nn.Module, name: str, new: Any) -> None:
         """Refuse a parameter or module that is registered during the run; called by torch for any module."""
-        if not self._calls or id(vars(module)) not in self._modules:
+        if not self.calls or id(vars(module)) not in self._modules:
             return
         if module._parameters.get(name) is new or module._modules.get(name) is new:
             return
@@ -95,7 +97,7 @@ class ParameterWatch:
         A write through `.data` changes no version counter. Checksums detect such writes. They are compared at every
         call whose number is a power of two, and otherwise so often that it takes a hundredth of the time.
         """
-        self._calls.append(None)
+        self.calls.append(None)
         if self._named is not None:
             self._list(self._named())
         if not self._sees_writes:
@@ -122,7 +124,7 @@ class ParameterWatch:
         Raises:
             TaskInvalid: The loss wrote to parameters, which the strategy would undo.
         """
-        self._calls.pop()
+        self.calls.pop()
         if not self._sees_writes:
             return
         if isinstance(error, RuntimeError) and _WRITTEN_PLACEHOLDER in str(error):

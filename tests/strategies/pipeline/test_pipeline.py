@@ -1,5 +1,6 @@
 """The pipeline strategy: what each rank keeps and sends, any loss and any output, and who is refused."""
 
+import functools
 import re
 import statistics
 import time
@@ -14,21 +15,16 @@ from torch.nn import functional
 
 import dure
 from dure.errors import SpecInvalid, WorkerFailed
-from dure.strategies.contract.batches import Microbatch
-from dure.strategies.contract.context import StrategyContext
-from dure.strategies.contract.precision import Precision
 from dure.strategies.contract.step_clock import StepClock
-from dure.strategies.contract.step_facts import Requests
-from dure.strategies.pipeline.pipeline import Pipeline, fault_of_backend
+from dure.strategies.pipeline.pipeline import fault_of_backend
 from dure.strategies.pipeline.schedule import Schedule, num_scheduled
-from dure.strategies.table import STRATEGIES
 from examples.char_gpt import CharGPT
 from examples.digits import Digits
-from tests.comm.gloo_ranks import on_ranks
 from tests.conformance.cases import TO_ROUNDING, largest_difference, losses_of, records_of, train_case, weights_of
 from tests.conformance.tasks import Regression
-from tests.specs import grouped, spec_of
+from tests.specs import grouped
 from tests.strategies.pipeline.test_pipeline_part import storage_bytes
+from tests.strategies.sections.four_layers import LAYER_BYTES, on_four_layers
 
 CPU = torch.device("cpu")
 STEPS = {"global_batch_size": 7, "samples": 42, "seed": 5}
@@ -36,36 +32,7 @@ AS_FLOAT32 = 1e-6
 """The same float32 operations, but for the order in which a handful of values are added."""
 
 
-def on_pipeline(num_ranks, look, **options):
-    """Return what `look(strategy, step)` sees on each rank of a pipeline of four linear layers."""
-
-    def work(group):
-        strategy = Pipeline(
-            StrategyContext(
-                STRATEGIES["pipeline"], group, (CPU,), Precision("fp32", "cpu"), spec_of("pipeline", **options)
-            )
-        )
-        batch = torch.arange(12.0).view(6, 2)
-        strategy.example = lambda num_samples: batch[:num_samples]
-        torch.manual_seed(0)
-        model = nn.Sequential(nn.Linear(2, 8), nn.Linear(8, 16), nn.Linear(16, 3), nn.Linear(3, 1))
-        strategy.prepare(model, lambda m: torch.optim.AdamW(m.parameters()), lambda model, x: model(x).mean())
-
-        def step(*sizes):
-            parts = batch[: sum(sizes)].split(sizes)
-            microbatches = [Microbatch(batch=part, num_samples=len(part)) for part in parts]
-            strategy.forward_backward(microbatches, global_samples=sum(sizes), requests=Requests())
-            strategy.sync_gradients().read()
-            strategy.optimizer_step()
-
-        answer = look(strategy, step)
-        strategy.close()
-        return answer
-
-    return on_ranks(num_ranks, work)
-
-
-LAYER_BYTES = [4 * (2 * 8 + 8), 4 * (8 * 16 + 16), 4 * (16 * 3 + 3), 4 * (3 + 1)]
+on_pipeline = functools.partial(on_four_layers, "pipeline")
 
 
 @pytest.mark.parametrize(

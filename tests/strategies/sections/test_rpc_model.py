@@ -1,5 +1,6 @@
 """rpc_model: what each rank keeps and sends, what a model and its loss may do, and who is refused."""
 
+import functools
 import os
 
 import pytest
@@ -10,54 +11,20 @@ from torch.nn import functional
 import dure
 from dure.errors import SpecInvalid, WorkerFailed
 from dure.strategies.contract.batch_parts import DataShare
-from dure.strategies.contract.batches import Microbatch
-from dure.strategies.contract.context import StrategyContext
 from dure.strategies.contract.local_sums import LocalSums
-from dure.strategies.contract.precision import Precision
-from dure.strategies.contract.step_facts import Requests
 from dure.strategies.sections.rpc_calls import leads_to
 from dure.strategies.sections.rpc_model import RpcModel
-from dure.strategies.table import STRATEGIES
-from tests.comm.gloo_ranks import on_ranks
 from tests.conformance.cases import TO_ROUNDING, largest_difference, train_case, weights_of
 from tests.conformance.tasks import Normalised, Regression
-from tests.specs import grouped, spec_of
+from tests.specs import grouped
 from tests.strategies.pipeline.test_pipeline_part import storage_bytes
+from tests.strategies.sections.four_layers import LAYER_BYTES, on_four_layers
 
 CPU = torch.device("cpu")
 STEPS = {"global_batch_size": 7, "samples": 42, "clip_norm": 0.4, "seed": 5}
 
 
-def on_sections(num_ranks, look, **options):
-    """Return what `look(strategy, step)` sees on each rank of a model of four linear layers."""
-
-    def work(group):
-        strategy = RpcModel(
-            StrategyContext(
-                STRATEGIES["rpc_model"], group, (CPU,), Precision("fp32", "cpu"), spec_of("rpc_model", **options)
-            )
-        )
-        batch = torch.arange(12.0).view(6, 2)
-        strategy.example = lambda num_samples: batch[:num_samples]
-        torch.manual_seed(0)
-        model = nn.Sequential(nn.Linear(2, 8), nn.Linear(8, 16), nn.Linear(16, 3), nn.Linear(3, 1))
-        strategy.prepare(model, lambda m: torch.optim.AdamW(m.parameters()), lambda model, x: model(x).mean())
-
-        def step(*sizes):
-            parts = batch[: sum(sizes)].split(sizes)
-            microbatches = [Microbatch(batch=part, num_samples=len(part)) for part in parts]
-            strategy.forward_backward(microbatches, global_samples=sum(sizes), requests=Requests())
-            strategy.sync_gradients().read()
-            strategy.optimizer_step()
-
-        answer = look(strategy, step)
-        strategy.close()
-        return answer
-
-    return on_ranks(num_ranks, work)
-
-
-LAYER_BYTES = [4 * (2 * 8 + 8), 4 * (8 * 16 + 16), 4 * (16 * 3 + 3), 4 * (3 + 1)]
+on_sections = functools.partial(on_four_layers, "rpc_model")
 
 
 @pytest.mark.parametrize(("cuts", "layers"), [("1", [[0], [1, 2, 3]]), ("1,2", [[0], [1], [2, 3]])])

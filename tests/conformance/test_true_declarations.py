@@ -108,6 +108,24 @@ def test_task_when_it_is_exact_then_nothing_is_declared(task: type[ZooTask], str
         assert json.loads(summary.read_text())["not_preserved"] == []
 
 
+class OldSpectralNorm(ZooTask):
+    """Has a layer whose weight shares the memory of the one that it is computed from, until the first forward pass."""
+
+    def build_model(self) -> nn.Module:
+        model = chain()
+        nn.utils.spectral_norm(model[2])
+        return model
+
+
+@pytest.mark.parametrize("strategy", ["zero1", "parameter_server"])
+def test_weights_when_forward_computes_them_then_they_do_not_count_as_sharing_memory(
+    strategy: str, tmp_path: Path
+) -> None:
+    feature = Feature(name="OldSpectralNorm", group="", title="", task=OldSpectralNorm, declares=("buffers learned",))
+    reference = reference_of(feature, tmp_path)
+    assert run_cell(feature, strategy, "straight", reference, tmp_path).kind == "exact"
+
+
 class NeedsGroup(ZooTask):
     """Asks for the number of ranks where there may be none to ask."""
 

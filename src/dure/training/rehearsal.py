@@ -28,10 +28,10 @@ from dure.strategies.state.kept_modules import KeptModules
 from dure.strategies.state.objects.object_state import ObjectState
 from dure.strategies.state.objects.surroundings import Surroundings
 from dure.strategies.state.optimizer import settings_of
+from dure.strategies.state.shared_storage import recomputed_weights
 from dure.strategies.state.trial import Writes, is_equal
 from dure.training.best_metric import Best
 from dure.training.inspection.collectives import CollectiveCalled, no_collectives
-from dure.training.inspection.loss_inspection import recomputed_weights
 from dure.training.inspection.phases import positions_of
 from dure.training.loop import check_schedule
 from dure.training.session.evaluation import check_counts, evaluate

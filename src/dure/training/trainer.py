@@ -15,9 +15,9 @@ from dure.strategies.contract.abilities import lost_shares
 from dure.strategies.contract.declarations import few as few_of
 from dure.strategies.contract.step_facts import LostShare, Requests
 from dure.strategies.state.objects.object_state import ObjectState
+from dure.strategies.state.shared_storage import recomputed_weights
 from dure.torchcompat import step_hook_registries
 from dure.training.best_metric import Best
-from dure.training.inspection.loss_inspection import recomputed_weights
 from dure.training.late_inspection import LateInspection
 from dure.training.loop import Boundary, RankBatch, StepOutcome, TrainingLoop
 from dure.training.progress import Progress

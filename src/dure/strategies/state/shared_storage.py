@@ -49,6 +49,21 @@ def _tensors(model: nn.Module, objects: Mapping[str, object]) -> Iterator[tuple[
     own = [*model.named_parameters(), *model.named_buffers()]
     yield from own
     known = {id(tensor) for _, tensor in own}
+    # until the first forward pass, torch's old spectral_norm has the memory of the weight that it divides
+    recomputed = recomputed_weights(model)
     for path, held in ObjectState({**objects, "model": model}).first.items():
-        if isinstance(held, Tensor) and id(held) not in known:
+        if isinstance(held, Tensor) and id(held) not in known and path not in recomputed:
             yield path, held
+
+
+def recomputed_weights(model: nn.Module) -> set[str]:
+    """Return the paths of weights that each forward pass computes from others (torch.nn.utils: norms, pruning)."""
+    found = set()
+    for path, module in model.named_modules():
+        where = f"model.{path}." if path else "model."
+        own = {name for name, _ in module.named_parameters(recurse=False)}
+        for name in own:
+            base, _, ending = name.rpartition("_")
+            if ending in ("orig", "g") and base and base not in own:
+                found.add(f"{where}{base}")
+    return found

@@ -22,6 +22,7 @@ from dure.strategies.contract.loss_traits import LossTraits
 from dure.strategies.contract.strategy import LossFunction
 from dure.strategies.state.hooks import gradient_hooks
 from dure.strategies.state.objects.object_state import ObjectState
+from dure.strategies.state.shared_storage import recomputed_weights
 from dure.strategies.state.trial import Trial, is_equal
 from dure.training.inspection.call_watches import FedState, StateOfForward, StateOfModules
 from dure.training.inspection.collectives import CollectiveCalled, no_collectives
@@ -651,19 +652,6 @@ def _figures_of_gradient(
         f"the gradient of {name} for all samples at once differs by {difference / scale:.2g} of its size "
         f"from the sum over {num_parts} parts"
     )
-
-
-def recomputed_weights(model: nn.Module) -> set[str]:
-    """Return the paths of weights that each forward pass computes from others (torch.nn.utils: norms, pruning)."""
-    found = set()
-    for path, module in model.named_modules():
-        where = f"model.{path}." if path else "model."
-        own = {name for name, _ in module.named_parameters(recurse=False)}
-        for name in own:
-            base, _, ending = name.rpartition("_")
-            if ending in ("orig", "g") and base and base not in own:
-                found.add(f"{where}{base}")
-    return found
 
 
 def _beginning(tensor: Tensor) -> tuple[Any, ...] | None:

@@ -3,26 +3,22 @@
 import math
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import Any, NamedTuple
 
-import numpy as np
 from torch import Tensor
 from torch.optim import Optimizer
 
-from dure.data.partition import shares
 from dure.errors import DataInvalid, LossNotFinite, TaskInvalid
 from dure.records.step_record import StepRecord
-from dure.strategies.contract.abilities import share_by_step
-from dure.strategies.contract.batches import Microbatch
 from dure.strategies.contract.step_clock import StepClock
 from dure.strategies.contract.step_facts import Requests, StepFacts
 from dure.strategies.contract.strategy import Strategy
 from dure.torchcompat import copy_all
-from dure.training.session.loader import FetchRequest, Loader
+from dure.training.session.loader import Loader
 from dure.training.session.sample_order import GlobalBatch, SampleOrder
+from dure.training.step_samples import PlannedStep, RankBatch, samples_of
 from dure.training.task.task import Schedule
 
 MOST_SKIPPED = 10
@@ -33,38 +29,6 @@ _EMPTY_PART = (
     "that it counts: return dure.Sum(total, count)"
 )
 _SHOWN_INDICES = 32
-_END = object()
-"""Marker after the last batch."""
-
-
-class RankBatch(NamedTuple):
-    """Samples of one step that one rank computes."""
-
-    indices: np.ndarray
-    """Data indices, contiguous in the global batch."""
-    microbatches: Sequence[int]
-    """Sizes of its microbatches; 0 marks padding."""
-    stand_in: np.ndarray
-    """Data index `(1,)` from which a microbatch of size 0 is computed, with weight zero."""
-
-    @classmethod
-    def of(cls, batch: GlobalBatch, rank: int, world_size: int, microbatch_size: int | None) -> "RankBatch":
-        """Take a rank's share of a global batch, and divide it into microbatches.
-
-        All ranks get the same number of microbatches, that of the largest share. They therefore all call the
-        collectives inside the model (synchronised BatchNorm).
-        """
-        start, end, microbatches = _cut(len(batch.indices), rank, world_size, microbatch_size)
-        return cls(batch.indices[start:end], microbatches, batch.indices[:1])
-
-
-@lru_cache(maxsize=8)
-def _cut(num_samples: int, rank: int, world_size: int, microbatch_size: int | None) -> tuple[int, int, list[int]]:
-    """Return start and end of a rank's share, and its microbatches; cached, because most steps are alike."""
-    counts = shares(num_samples, world_size)
-    start = sum(counts[:rank])
-    num_microsteps = 1 if microbatch_size is None else math.ceil(counts[0] / microbatch_size)
-    return start, start + counts[rank], shares(counts[rank], num_microsteps)
 
 
 @dataclass(slots=True)
@@ -139,11 +103,7 @@ class TrainingLoop:
     ) -> None:
         self.strategy = strategy
         self.group = strategy.group
-        self.loader = loader
-        self.order = order
-        self.microbatch_size = (
-            strategy.parts.process_size(microbatch_size) if microbatch_size else strategy.parts.default_size()
-        )
+        self.samples = samples_of(strategy, loader, order, microbatch_size)
         self.schedule = schedule
         self.requested = requested
         self.record_samples = record_samples
@@ -159,35 +119,22 @@ class TrainingLoop:
         self.before_change = before_change
         """Callback between the gradients and the change of the weights; returns the seconds that it took."""
         self._pending: deque[LaunchedStep] = deque()
-        self._planned: deque[tuple[GlobalBatch, RankBatch]] = deque()
-        """Steps whose samples have been requested, with the current one first."""
-        self._is_under_way = False
         self._last_end = self.clock.mark()
-        self._data_seconds = 0.0
 
     def boundaries(self, samples_seen: int, total_samples: int, step: int) -> Iterator[Boundary]:
         """Train from a position, and yield between any two steps for the caller to act."""
-        fetched = self.loader.batches(self._requests(samples_seen, total_samples, step))
+        self.samples.begin(samples_seen, total_samples, step)
         self.restart_clock()
-        self._is_under_way = True
-        while (first := self._next_batch(fetched)) is not _END:
-            batch, share = self._planned[0]
+        while (planned := self.samples.next_step()) is not None:
             step += 1
-            self._pending.append(self._launch(step, batch, share, first, fetched))
-            del first  # otherwise its memory would stay in use while the next batches are fetched
-            self._planned.popleft()
-            self._is_under_way = False
+            self._pending.append(self._launch(step, planned))
+            self.samples.end_step()
             outcomes = [self._finish(self._pending.popleft())] if len(self._pending) > self.lag else []
-            yield Boundary(step, batch, outcomes)
-            self._is_under_way = True
-        self._is_under_way = False
+            yield Boundary(step, planned.batch, outcomes)
 
     def microbatch_under_way(self) -> int | None:
         """Return the maximum samples that a device computes at once in the current step; None between two steps."""
-        if not self._is_under_way or not self._planned or not self.strategy.share.takes_samples:
-            return None
-        _, share = self._planned[0]
-        return self.strategy.parts.device_size(max(*share.microbatches, 1))
+        return self.samples.microbatch_under_way()
 
     def drain(self) -> list[StepOutcome]:
         """Return the outcomes of all steps that were launched and not yet read."""
@@ -200,46 +147,22 @@ class TrainingLoop:
         """Start the next step's wall time now, because the time in between was not spent on training."""
         self._last_end = self.clock.mark()
 
-    def _requests(self, samples_seen: int, total_samples: int, step: int) -> Iterator[FetchRequest]:
-        share_at = share_by_step(self.strategy)
-        for number, batch in enumerate(self.order.batches(samples_seen, total_samples), step + 1):
-            share = RankBatch.of(batch, *share_at(number), self.microbatch_size)
-            self._planned.append((batch, share))
-            start = 0
-            for size in share.microbatches:
-                yield FetchRequest(batch.epoch, share.indices[start : start + size] if size else share.stand_in)
-                start += size
-
-    def _next_batch(self, fetched: Iterator[Any]) -> Any:
-        start = time.perf_counter()
-        batch = next(fetched, _END)
-        self._data_seconds += time.perf_counter() - start
-        if batch is None:
-            raise TaskInvalid(
-                "a training batch is None: the task's collate, or __getitems__ of its data, returned nothing; return "
-                "the batch"
-            )
-        return batch
-
-    def _launch(
-        self, number: int, batch: GlobalBatch, share: RankBatch, first: Any, fetched: Iterator[Any]
-    ) -> LaunchedStep:
-        strategy, mark = self.strategy, self.clock.mark
+    def _launch(self, number: int, planned: PlannedStep) -> LaunchedStep:
+        strategy, samples, mark = self.strategy, self.samples, self.clock.mark
+        batch, share = planned
         marks: list[Any] = [self._last_end, mark()]
         if self.begin_step is not None:
             self.begin_step(number)
-        first_wait = self._data_seconds
+        first_wait = samples.wait_seconds
         buffers, values = self._kept_buffers() if self.skips_nonfinite else ([], [])
-        strategy.forward_backward(
-            self._microbatches(share, first, fetched), global_samples=len(batch.indices), requests=self.requested()
-        )
+        samples.compute(planned, self.requested())
         marks.append(mark())
         facts = strategy.sync_gradients()
         marks.append(mark())
-        step = LaunchedStep(number, batch, share, facts, marks, self._data_seconds, strategy.last_gradient_time)
+        step = LaunchedStep(number, batch, share, facts, marks, samples.wait_seconds, strategy.last_gradient_time)
         if self.lag == 0:
             if isinstance(marks[1], float):
-                marks[1] += self._data_seconds - first_wait  # waits for later microbatches were inside the span
+                marks[1] += samples.wait_seconds - first_wait  # waits for later microbatches were inside the span
             step.known = self._check_finite(step)
         if self.before_change is not None and (waited := self.before_change()):
             step.forget(waited)
@@ -251,7 +174,6 @@ class TrainingLoop:
             copy_all(buffers, values)
         step.measured = strategy.measured()
         step.sent_bytes = strategy.sent_bytes(len(share.microbatches))
-        self._data_seconds = 0.0
         self._last_end = mark()
         marks.append(self._last_end)
         return step
@@ -260,11 +182,6 @@ class TrainingLoop:
         """Return the model's buffers and copies of them: running statistics would keep values that are not finite."""
         buffers = [buffer for model in self.strategy.evaluation_models() for buffer in model.buffers()]
         return buffers, [buffer.clone() for buffer in buffers]
-
-    def _microbatches(self, share: RankBatch, first: Any, fetched: Iterator[Any]) -> Iterator[Microbatch]:
-        for position, size in enumerate(share.microbatches):
-            batch = first if position == 0 else self._next_batch(fetched)
-            yield Microbatch(batch=batch, num_samples=size or 1, is_padding=size == 0)
 
     def _set_learning_rates(self, samples_seen: int) -> None:
         if self.schedule is not None:

@@ -19,7 +19,7 @@ from dure.strategies.state.shared_storage import recomputed_weights
 from dure.torchcompat import step_hook_registries
 from dure.training.best_metric import Best
 from dure.training.late_inspection import LateInspection
-from dure.training.loop import Boundary, RankBatch, StepOutcome, TrainingLoop
+from dure.training.loop import Boundary, StepOutcome, TrainingLoop
 from dure.training.progress import Progress
 from dure.training.rehearsal import asked_schedule, rehearse_evaluation
 from dure.training.run_state.capture import Progression
@@ -30,6 +30,7 @@ from dure.training.seeds import chosen_by_timing
 from dure.training.session.evaluation import evaluate
 from dure.training.session.session import Session, check_parts, check_sync_batchnorm
 from dure.training.session.stop_request import StopSignals
+from dure.training.step_samples import RankBatch
 from dure.training.tensorboard import Scalars
 
 Answer = TypeVar("Answer")
@@ -146,7 +147,7 @@ class Trainer:
             self._say_start()
             self.loop = TrainingLoop(
                 session.strategy,
-                session.train_loader if session.strategy.share.takes_samples else session.train_loader.without_data(),
+                session.train_loader,
                 session.order,
                 microbatch_size=spec.microbatch_size,
                 schedule=schedule,

@@ -98,10 +98,11 @@ def strategy_on(group, model, **options):
 
 
 def one_step(strategy):
-    rows = torch.ones(4, 256)
-    strategy.forward_backward(
-        [Microbatch(batch=rows, num_samples=4)], global_samples=4 * strategy.serving.num_workers, requests=Requests()
-    )
+    if strategy.share.takes_samples:
+        batch = Microbatch(batch=torch.ones(4, 256), num_samples=4)
+        strategy.forward_backward([batch], global_samples=4 * strategy.serving.num_workers, requests=Requests())
+    else:
+        strategy.serve_step(Requests())
     strategy.sync_gradients()
     strategy.optimizer_step()
 

@@ -6,8 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dure.errors import SpecInvalid
-from dure.training.loop import RankBatch
-from dure.training.session.sample_order import GlobalBatch, SampleOrder
+from dure.training.session.sample_order import SampleOrder
 
 sizes = st.integers(1, 200)
 seeds = st.integers(0, 2**63 - 1)
@@ -58,16 +57,3 @@ def test_dropping_the_last_batch_leaves_whole_ones(n, batch_size):
     batches = list(order.batches(0, 2 * order.epoch_samples))
     assert {len(batch.indices) for batch in batches} == {batch_size}
     assert [b.epoch for b in batches] == [0] * (len(batches) // 2) + [1] * (len(batches) // 2)
-
-
-@given(n=st.integers(1, 100), world_size=st.integers(1, 9), microbatch_size=st.one_of(st.none(), st.integers(1, 20)))
-def test_ranks_share_a_batch_contiguously_and_meet_in_every_microstep(n, world_size, microbatch_size):
-    indices = np.random.default_rng(n).permutation(1000)[:n]
-    batch = GlobalBatch(0, indices, n, n)
-    shares = [RankBatch.of(batch, rank, world_size, microbatch_size) for rank in range(world_size)]
-    assert np.array_equal(np.concatenate([share.indices for share in shares]), indices)
-    assert len({len(share.microbatches) for share in shares}) == 1
-    for share in shares:
-        assert sum(share.microbatches) == len(share.indices)
-        assert max(share.microbatches) <= (microbatch_size or n)
-    assert all(shares[0].microbatches)  # rank 0, whose BatchNorm is kept, never computes a stand-in

@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 
 from dure.comm.groups import Group
 from dure.spec import RunSpec
-from dure.strategies.contract.step_facts import LostShare
+from dure.strategies.contract.step_facts import LostShare, Requests
 from dure.strategies.contract.strategy import Strategy
 from dure.strategies.state.saved_state import StrategyState
 
@@ -75,6 +75,18 @@ class OutlivesRanks(Protocol):
 
     def lost_shares(self) -> list[LostShare]:
         """Return the shares that were lost with their rank, each once; known whenever weights have been read."""
+
+
+@runtime_checkable
+class ServesSteps(Protocol):
+    """Strategy some ranks of which compute no samples, because they serve the others."""
+
+    def serve_step(self, requests: Requests) -> None:
+        """Begin a step; called instead of `forward_backward` if this rank's share takes no samples.
+
+        Args:
+            requests: Requests of this rank; all ranks receive them with the step's facts.
+        """
 
 
 @runtime_checkable

@@ -4,7 +4,7 @@ import math
 import queue
 import threading
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 
@@ -13,7 +13,6 @@ from torch import Tensor
 
 from dure.errors import PeerLost
 from dure.failures.report import is_peer_lost
-from dure.strategies.contract.batches import Microbatch
 from dure.strategies.contract.context import StrategyContext
 from dure.strategies.contract.step_facts import Requests, StepFacts
 from dure.strategies.parameter_server.async_worker import OwnPace, PullNumbers, PushNumbers
@@ -114,13 +113,13 @@ class AsyncServer(Server):
 
     # the loop's step
 
-    def forward_backward(self, microbatches: Iterable[Microbatch], *, global_samples: int, requests: Requests) -> None:
+    def serve_step(self, requests: Requests) -> None:
         """Begin the step that the slowest worker has begun."""
         if not self._listeners:
             self._listen()
         self.pace.step += 1
         self._served, self._sent_bytes = Served(), 0
-        super().forward_backward(microbatches, global_samples=global_samples, requests=requests)
+        super().serve_step(requests)
         if self._leads:
             self._agree_on(requests, self.pace.step)
 

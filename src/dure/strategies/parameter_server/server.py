@@ -1,7 +1,7 @@
 """Server's side of a parameter server, synchronous or asynchronous: a rank without a device."""
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from dure.strategies.contract.batch_parts import DataShare
-from dure.strategies.contract.batches import Microbatch, map_tensors
+from dure.strategies.contract.batches import map_tensors
 from dure.strategies.contract.context import StrategyContext
 from dure.strategies.contract.step_facts import Requests
 from dure.strategies.contract.strategy import Strategy
@@ -57,12 +57,10 @@ class Server(Strategy):
         self._group_names = group_names(self.model, self.optimizer)
         _keep(self.model, self.optimizer, self.own_shards, self.pieces)
 
-    def forward_backward(self, microbatches: Iterable[Microbatch], *, global_samples: int, requests: Requests) -> None:
-        """Consume the microbatches, which are empty: servers compute no gradients."""
+    def serve_step(self, requests: Requests) -> None:
+        """Begin a step, in which this server receives gradients and computes none."""
         self.sums.begin(requests)
         self.requests = requests
-        for _ in microbatches:
-            pass
 
     def state_dict(self) -> StrategyState:
         """Return this server's rows of the optimiser's state, as shards of the whole."""

@@ -215,17 +215,12 @@ class RpcModel(SectionedStrategy):
     # step
 
     def forward_backward(self, microbatches: Iterable[Microbatch], *, global_samples: int, requests: Requests) -> None:
-        """Run every microbatch through all sections and back; other ranks only consume the empty batches.
+        """Run every microbatch through all sections and back.
 
         Communication: a barrier before the calls. Without it rank 0 would call a section whose rank still copies its
         buffers for a snapshot of the step before.
         """
-        self.sums.begin(requests)
-        self.group.barrier()
-        if not self.drives:
-            for _ in microbatches:
-                pass
-            return
+        self.serve_step(requests)
         from torch.distributed import autograd
 
         model = stand_in(self.model, self._call)
@@ -240,6 +235,11 @@ class RpcModel(SectionedStrategy):
             autograd.backward(self._context_id, [self.precision.scale(term.root)])
             self._collect(self._context_id)
             self.sums.add(term)
+
+    def serve_step(self, requests: Requests) -> None:
+        """Begin a step, in which rank 0 calls the other ranks' sections."""
+        self.sums.begin(requests)
+        self.group.barrier()
 
     def _collect(self, context_id: int) -> None:
         """Make every rank add the context's gradients to those of the step."""

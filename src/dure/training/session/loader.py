@@ -22,9 +22,6 @@ from dure.strategies.state.containers import tensors_in
 from dure.training.session.odd_samples import odd_samples
 from dure.training.task.task import Task
 
-NO_BATCH = object()
-"""Placeholder batch of a rank that takes no samples."""
-
 _PROBED_FETCHES = 8
 _MOST_NAMED = 64
 
@@ -202,10 +199,6 @@ class Loader:
         """Return one sample as in the first epoch, not collated."""
         return self._fetch.sample(index)
 
-    def without_data(self) -> "Loader":
-        """Return a loader of placeholder batches, for a rank that takes no samples."""
-        return _EmptyHanded(self._fetch, self._device, 0)
-
     def without_workers(self) -> "Loader":
         """Return a loader of the same data that fetches in this process."""
         return Loader(self._fetch, self._device, 0)
@@ -240,11 +233,6 @@ class Loader:
             return iter(loader)
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, before)
-
-
-class _EmptyHanded(Loader):
-    def batches(self, requests: Iterable[FetchRequest]) -> Iterator[Any]:
-        return (NO_BATCH for _ in requests)
 
 
 def _copied_ahead(host_batches: Iterable[Any], device: torch.device) -> Iterator[Any]:

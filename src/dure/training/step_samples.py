@@ -1,0 +1,214 @@
+"""Samples of each step: which ones a rank computes, and their computation as they arrive from the loader."""
+
+import math
+import time
+from collections import deque
+from collections.abc import Iterator, Sequence
+from functools import lru_cache
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+
+from dure.data.partition import shares
+from dure.errors import TaskInvalid
+from dure.strategies.contract.abilities import ServesSteps, share_by_step
+from dure.strategies.contract.batches import Microbatch
+from dure.strategies.contract.step_facts import Requests
+from dure.strategies.contract.strategy import Strategy
+from dure.training.session.loader import FetchRequest, Loader
+from dure.training.session.sample_order import GlobalBatch, SampleOrder
+
+_END = object()
+"""Marker after the last batch."""
+
+
+class RankBatch(NamedTuple):
+    """Samples of one step that one rank computes."""
+
+    indices: np.ndarray
+    """Data indices, contiguous in the global batch."""
+    microbatches: Sequence[int]
+    """Sizes of its microbatches; 0 marks padding."""
+    stand_in: np.ndarray
+    """Data index `(1,)` from which a microbatch of size 0 is computed, with weight zero."""
+
+    @classmethod
+    def of(cls, batch: GlobalBatch, rank: int, world_size: int, microbatch_size: int | None) -> "RankBatch":
+        """Take a rank's share of a global batch, and divide it into microbatches.
+
+        All ranks get the same number of microbatches, that of the largest share. They therefore all call the
+        collectives inside the model (synchronised BatchNorm).
+        """
+        start, end, microbatches = _cut(len(batch.indices), rank, world_size, microbatch_size)
+        return cls(batch.indices[start:end], microbatches, batch.indices[:1])
+
+
+@lru_cache(maxsize=8)
+def _cut(num_samples: int, rank: int, world_size: int, microbatch_size: int | None) -> tuple[int, int, list[int]]:
+    """Return start and end of a rank's share, and its microbatches; cached, because most steps are alike."""
+    counts = shares(num_samples, world_size)
+    start = sum(counts[:rank])
+    num_microsteps = 1 if microbatch_size is None else math.ceil(counts[0] / microbatch_size)
+    return start, start + counts[rank], shares(counts[rank], num_microsteps)
+
+
+class PlannedStep(NamedTuple):
+    """Step whose samples are known."""
+
+    batch: GlobalBatch
+    share: RankBatch
+    """Samples that this rank computes."""
+
+
+class StepSamples(Protocol):
+    """Samples of this rank in one step after another."""
+
+    wait_seconds: float
+    """Seconds for which the current step has waited for data."""
+
+    def begin(self, samples_seen: int, total_samples: int, step: int) -> None:
+        """Begin after a step, up to a number of samples."""
+
+    def next_step(self) -> PlannedStep | None:
+        """Wait for the first samples of the next step, and return the step; None at the end."""
+
+    def compute(self, step: PlannedStep, requests: Requests) -> None:
+        """Compute the step up to its gradients.
+
+        Args:
+            step: Value that `next_step` returned last.
+            requests: Requests of this rank.
+        """
+
+    def end_step(self) -> None:
+        """End the current step."""
+
+    def microbatch_under_way(self) -> int | None:
+        """Return the maximum samples that a device computes at once in the current step; None between two steps."""
+
+
+def samples_of(strategy: Strategy, loader: Loader, order: SampleOrder, microbatch_size: int | None) -> StepSamples:
+    """Return the samples that a rank computes in each step, none if it only serves the other ranks.
+
+    Args:
+        strategy: Strategy of this rank.
+        loader: Loader of the training data.
+        order: Order of the samples.
+        microbatch_size: Maximum samples of one microbatch on a device; None for as many as the strategy allows.
+    """
+    size = strategy.parts.process_size(microbatch_size) if microbatch_size else strategy.parts.default_size()
+    if isinstance(strategy, ServesSteps) and not strategy.share.takes_samples:
+        return NoSamples(strategy, order)
+    return LoadedSamples(strategy, loader, order, size)
+
+
+class LoadedSamples:
+    """Samples from a loader, which fetches those of later steps ahead."""
+
+    def __init__(
+        self, strategy: Strategy, loader: Loader, order: SampleOrder, microbatch_size: int | None = None
+    ) -> None:
+        self.wait_seconds = 0.0
+        self._strategy = strategy
+        self._loader = loader
+        self._order = order
+        self._microbatch_size = microbatch_size
+        """Maximum samples of one microbatch of this process."""
+        self._planned: deque[PlannedStep] = deque()
+        """Steps whose samples have been requested, with the current one first."""
+        self._fetched: Iterator[Any] = iter(())
+        self._fetched_last: Any = None
+        """Microbatch that was fetched and not yet computed."""
+        self._is_under_way = False
+
+    def begin(self, samples_seen: int, total_samples: int, step: int) -> None:
+        """Begin after a step, up to a number of samples."""
+        self._fetched = self._loader.batches(self._requested(samples_seen, total_samples, step))
+
+    def next_step(self) -> PlannedStep | None:
+        """Wait for the first samples of the next step, and return the step; None at the end."""
+        self.wait_seconds = 0.0
+        self._is_under_way = True
+        self._fetched_last = self._fetch()
+        if self._fetched_last is _END:
+            self._is_under_way = False
+            return None
+        return self._planned[0]
+
+    def compute(self, step: PlannedStep, requests: Requests) -> None:
+        """Run forward and backward of every microbatch."""
+        self._strategy.forward_backward(
+            self._microbatches(step.share), global_samples=len(step.batch.indices), requests=requests
+        )
+
+    def end_step(self) -> None:
+        """End the current step."""
+        self._planned.popleft()
+        self._is_under_way = False
+
+    def microbatch_under_way(self) -> int | None:
+        """Return the maximum samples that a device computes at once in the current step; None between two steps."""
+        if not self._is_under_way or not self._planned:
+            return None
+        return self._strategy.parts.device_size(max(*self._planned[0].share.microbatches, 1))
+
+    def _requested(self, samples_seen: int, total_samples: int, step: int) -> Iterator[FetchRequest]:
+        share_at = share_by_step(self._strategy)
+        for number, batch in enumerate(self._order.batches(samples_seen, total_samples), step + 1):
+            share = RankBatch.of(batch, *share_at(number), self._microbatch_size)
+            self._planned.append(PlannedStep(batch, share))
+            start = 0
+            for size in share.microbatches:
+                yield FetchRequest(batch.epoch, share.indices[start : start + size] if size else share.stand_in)
+                start += size
+
+    def _fetch(self) -> Any:
+        start = time.perf_counter()
+        batch = next(self._fetched, _END)
+        self.wait_seconds += time.perf_counter() - start
+        if batch is None:
+            raise TaskInvalid(
+                "a training batch is None: the task's collate, or __getitems__ of its data, returned nothing; return "
+                "the batch"
+            )
+        return batch
+
+    def _microbatches(self, share: RankBatch) -> Iterator[Microbatch]:
+        for position, size in enumerate(share.microbatches):
+            if position:
+                self._fetched_last = self._fetch()
+            yield Microbatch(batch=self._taken(), num_samples=size or 1, is_padding=size == 0)
+
+    def _taken(self) -> Any:
+        """Return the microbatch that was fetched last, and keep no reference: its memory is released after its use."""
+        batch, self._fetched_last = self._fetched_last, None
+        return batch
+
+
+class NoSamples:
+    """Steps of a rank that computes no samples and serves the other ranks instead."""
+
+    def __init__(self, strategy: ServesSteps, order: SampleOrder) -> None:
+        self.wait_seconds = 0.0
+        self._strategy = strategy
+        self._order = order
+        self._batches: Iterator[GlobalBatch] = iter(())
+
+    def begin(self, samples_seen: int, total_samples: int, step: int) -> None:
+        """Begin after a step, up to a number of samples."""
+        self._batches = self._order.batches(samples_seen, total_samples)
+
+    def next_step(self) -> PlannedStep | None:
+        """Return the next step, of which this rank computes nothing; None at the end."""
+        batch = next(self._batches, None)
+        return None if batch is None else PlannedStep(batch, RankBatch(batch.indices[:0], (), batch.indices[:0]))
+
+    def compute(self, step: PlannedStep, requests: Requests) -> None:
+        """Begin the step."""
+        self._strategy.serve_step(requests)
+
+    def end_step(self) -> None:
+        """End the current step."""
+
+    def microbatch_under_way(self) -> None:
+        """Return None: no sample is computed here."""

@@ -33,7 +33,10 @@ def on_four_layers(name, num_ranks, look, **options):
         def step(*sizes):
             parts = batch[: sum(sizes)].split(sizes)
             microbatches = [Microbatch(batch=part, num_samples=len(part)) for part in parts]
-            strategy.forward_backward(microbatches, global_samples=sum(sizes), requests=Requests())
+            if strategy.share.takes_samples:
+                strategy.forward_backward(microbatches, global_samples=sum(sizes), requests=Requests())
+            else:
+                strategy.serve_step(Requests())
             strategy.sync_gradients().read()
             strategy.optimizer_step()
 

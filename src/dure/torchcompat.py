@@ -17,6 +17,7 @@ import os
 import pickle
 import re
 import sys
+import threading
 import traceback
 import warnings
 import weakref
@@ -937,6 +938,40 @@ def without_overrides() -> AbstractContextManager[Any]:
 def without_function_modes() -> AbstractContextManager[Any]:
     """Return a context in which neither modes nor subclasses of Tensor see operations (private in torch)."""
     return torch._C.DisableTorchFunction()
+
+
+class _WithoutCompilation:
+    """Context of `without_compilation`; torch's stance is one for all threads, so the last one to leave restores it."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._num_inside = 0
+        self._stance: Any = None
+
+    def __enter__(self) -> None:
+        with self._lock:
+            # unless it was imported nothing is compiled, and the import takes a second
+            if not self._num_inside and "torch._dynamo" in sys.modules:
+                self._stance = torch.compiler.set_stance("force_eager")
+            self._num_inside += 1
+
+    def __exit__(self, *_: object) -> None:
+        with self._lock:
+            self._num_inside -= 1
+            if not self._num_inside and self._stance is not None:
+                stance, self._stance = self._stance, None
+                stance.__exit__(None, None, None)
+
+
+_without_compilation = _WithoutCompilation()
+
+
+def without_compilation() -> AbstractContextManager[None]:
+    """Return a context in which functions and models that `torch.compile` made run as they are written.
+
+    Compiled code does not see modes of `__torch_function__`, nor calls of modules that were replaced.
+    """
+    return _without_compilation
 
 
 def is_operator(func: object) -> bool:

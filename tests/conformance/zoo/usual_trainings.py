@@ -171,3 +171,27 @@ class ContrastiveDropout(ZooTask):
         x, _ = batch
         one, other = (functional.normalize(model(functional.dropout(x, 0.2)), dim=1) for _ in range(2))
         return functional.cross_entropy(one @ other.T / 0.5, torch.arange(len(x)))
+
+
+class CompiledBetween(nn.Module):
+    """Two layers, and between them a function that `torch.compile` made."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(IN, HIDDEN).double(), nn.Linear(HIDDEN, OUT).double()
+        self.activation = torch.compile(lambda x: functional.gelu(x) * x.sigmoid(), backend="eager")
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.activation(self.first(x)))
+
+
+@feature("Calls", "a function between layers that `torch.compile` made")
+class CompiledFunction(ZooTask):
+    def build_model(self) -> nn.Module:
+        return CompiledBetween()
+
+
+@feature("Calls", "a model in the wrapper of `torch.compile`")
+class CompiledModel(ZooTask):
+    def build_model(self) -> nn.Module:
+        return torch.compile(super().build_model(), backend="eager")

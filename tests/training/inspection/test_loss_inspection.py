@@ -255,6 +255,19 @@ def test_layer_that_computes_over_the_batch_in_training_is_found_and_batchnorm_l
     assert "Expected more than 1 value" in normalised.fails_alone
 
 
+def standardised(model, x, task):
+    advantage = x[:, :2] - x[:, :2].mean(dim=0)
+    variance = advantage.square().sum(dim=0) / (len(x) - 1)
+    return -(model(x) * advantage / variance.sqrt()).mean()
+
+
+def test_loss_that_is_nan_for_every_single_sample_fails_alone_and_one_that_is_for_some_does_not():
+    assert traits_of(standardised).fails_alone == "its value is nan"
+    x = X.clone()
+    x[0] = 0
+    assert traits_of(of_nonzero, x=x).fails_alone is None
+
+
 def test_buffers_are_told_apart_by_what_they_follow():
     traits = traits_of(layer=Learning())
     assert (traits.learned_buffers, traits.counted_buffers) == (("0.mean",), ("0.calls",))

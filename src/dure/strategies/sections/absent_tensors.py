@@ -16,7 +16,7 @@ from torch.overrides import TorchFunctionMode
 
 from dure.errors import TaskInvalid
 from dure.strategies.contract.batches import map_tensors
-from dure.torchcompat import without_overrides
+from dure.torchcompat import without_compilation, without_overrides
 
 _METADATA = frozenset(
     (
@@ -63,10 +63,11 @@ _guard = _Guard()
 
 @contextmanager
 def guarded() -> Iterator[None]:
-    """Run code of the task: a use of absent values raises `TaskInvalid`."""
+    """Run code of the task, without compilation: a use of absent values raises `TaskInvalid`."""
     _guard.add(1)
     try:
-        yield
+        with without_compilation():
+            yield
     finally:
         _guard.add(-1)
 

@@ -102,6 +102,11 @@ class ModelParallel(Strategy):
 
     # step
 
+    def computed(self, function: Callable[..., Any], *args: Any) -> Any:
+        """Call a function of the task without compilation, for the hooks between devices change what they read."""
+        with torchcompat.without_compilation():
+            return function(*args)
+
     def forward_backward(self, microbatches: Iterable[Microbatch], *, global_samples: int, requests: Requests) -> None:
         """Accumulate the gradients of all microbatches, each section's on its device."""
         self._sent = 0

@@ -18,7 +18,7 @@ from dure.errors import TaskInvalid
 from dure.strategies.sections.cuts import find_blocks
 from dure.strategies.sections.plan import CURE, SectionPlan
 from dure.strategies.sections.values import Description, describe, rebuilt
-from dure.torchcompat import module_call, replace_module_call
+from dure.torchcompat import module_call, replace_module_call, without_compilation
 
 
 class _SectionEnd(BaseException):
@@ -102,7 +102,8 @@ class SectionedModel:
         )  # fmt: skip
         self._pass = now
         try:
-            value = self.model(*args, **kwargs)
+            with without_compilation():  # compiled code would call all blocks
+                value = self.model(*args, **kwargs)
         except _SectionEnd as reached:
             value = reached.value
         finally:

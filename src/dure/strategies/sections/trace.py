@@ -17,7 +17,7 @@ from torch.overrides import TorchFunctionMode
 
 from dure.strategies.sections.costs import BlockCost
 from dure.strategies.sections.cuts import Barrier, Chain, find_blocks, tied
-from dure.torchcompat import module_call, replace_module_call
+from dure.torchcompat import module_call, replace_module_call, without_compilation
 
 _READS = frozenset(
     ["item", "tolist", "numpy", "__bool__", "__int__", "__float__", "__index__", "__array__", "is_nonzero", "equal"]
@@ -112,6 +112,7 @@ def survey(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -
         stack.enter_context(kept_buffers(model))
         stack.enter_context(switched(blocks, watch.switch))
         stack.enter_context(torch.enable_grad())
+        stack.enter_context(without_compilation())
         stack.enter_context(watch)
         watch.returned(model(*args, **kwargs))
     return watch.survey(model, blocks)

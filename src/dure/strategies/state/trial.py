@@ -79,6 +79,7 @@ class Trial:
         self._device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
         self._stack.enter_context(kept_global_randomness(self._device))
         self._stack.enter_context(torchcompat.kept_global_hooks())
+        self._stack.enter_context(torchcompat.without_compilation())
         self._stack.callback(torch.set_default_dtype, torch.get_default_dtype())
         if self._seed is not None:
             seed_draws(self._device, self._seed, 0)

@@ -55,7 +55,7 @@ from dure.strategies.tensor_parallel.options import TensorParallelOptions
 from dure.strategies.tensor_parallel.plan import STYLES, TensorPlan, find_plan, read_plan, shard_dim, whole_layers
 from dure.strategies.tensor_parallel.rules import has_no_rule
 from dure.strategies.tensor_parallel.values import DividedValues, undivided
-from dure.torchcompat import default_generator, gradient_hooks_of, run_backward
+from dure.torchcompat import default_generator, gradient_hooks_of, run_backward, without_compilation
 from dure.units import format_bytes
 
 AXES = ("data", "tensor")
@@ -185,7 +185,7 @@ class TensorParallel(ShardedStrategy):
             return
         self._is_dividing = True
         try:
-            with DividedValues(), counted_by(self.traffic):
+            with without_compilation(), DividedValues(), counted_by(self.traffic):
                 yield
         except (RuntimeError, NotImplementedError) as error:
             if not has_no_rule(error):

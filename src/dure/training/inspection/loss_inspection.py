@@ -186,7 +186,11 @@ class LossInspection:
             forward_state=first.forward_state,
             hooked_parameters=tuple(dict.fromkeys((*gradient_hooks(self._model), *hooked))),
             hooked_by_loss=hooked,
-            fails_alone=self._failure_of_one() if half > 1 and not is_slow else None,
+            fails_alone=(
+                self._failure_of_one(range(half))
+                if half > 1 and not is_slow and math.isfinite(first.value.total)
+                else None
+            ),
             nonlinear_gradients=self.is_divided and not is_slow and self._is_nonlinear(range(half), first),
             sets_gradients=first.has_gradients,
             module_state=later.module_state,
@@ -285,12 +289,17 @@ class LossInspection:
         first = {_beginning(parameter) for parameter in own.values()} - {None}
         return any(id(each) not in own and _beginning(each) in first for each in tensors)
 
-    def _failure_of_one(self) -> str | None:
-        try:
-            self._tried(range(1), as_in_training=True)
-        except Exception as error:
-            return f"{type(error).__name__}: {error}".splitlines()[0][:200]
-        return None
+    def _failure_of_one(self, places: range) -> str | None:
+        """Return why the loss takes no single sample, or None; its value for all samples together is finite."""
+        value = 0.0
+        for place in places:
+            try:
+                value = self._tried(range(place, place + 1), as_in_training=True).value.total
+            except Exception as error:
+                return f"{type(error).__name__}: {error}".splitlines()[0][:200]
+            if math.isfinite(value):
+                return None
+        return f"its value is {value:g}"
 
     def _repeated_writes(self, places: Sequence[int]) -> Iterator[str]:
         """Yield the parameters that a second call of the loss changes after the first."""

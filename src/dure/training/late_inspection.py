@@ -83,7 +83,7 @@ class LateInspection:
         strategy, spec = self._session.strategy, self._session.spec
         traits = strategy.traits
         has_traces = traits.data_changes or bool(traits.changed_parameters or traits.left_state)
-        is_divided = len(strategy.parts.of(spec.global_batch_size)) > 1
+        is_divided = len(strategy.parts.of_loss(spec.global_batch_size)) > 1
         return is_divided and strategy.is_synchronous and not (traits.not_additive or has_traces or spec.compile)
 
     def _difference(self) -> str | None:

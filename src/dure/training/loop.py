@@ -245,7 +245,7 @@ class TrainingLoop:
         self._num_skipped += 1
         if not self.skips_nonfinite:
             way_on = _LOOK + (_SKIP if "on_nonfinite" in self.strategy.info.settings else "")
-            is_in_parts = len(self.strategy.parts.of(len(step.batch.indices))) > 1
+            is_in_parts = len(self.strategy.parts.of_loss(len(step.batch.indices))) > 1
             if is_in_parts and self.strategy.traits.not_additive is not None:
                 way_on = f"{_EMPTY_PART}; or {way_on}"
             raise LossNotFinite(f"{error}; {way_on}", error.culprits)

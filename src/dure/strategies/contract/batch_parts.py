@@ -67,6 +67,10 @@ class BatchParts:
         """Return the samples of each part of a batch on which model and loss are called."""
         return self.microbatches(num_samples)
 
+    def of_loss(self, num_samples: int) -> list[int]:
+        """Return the samples of each part of a batch on which the loss is called; the model may be called on less."""
+        return self.of(num_samples)
+
     def calls_per_step(self) -> int:
         """Return the maximum number of times that this process calls the loss in one step."""
-        return -(-len(self.of(self.spec.global_batch_size)) // self.num_shares)
+        return -(-len(self.of_loss(self.spec.global_batch_size)) // self.num_shares)

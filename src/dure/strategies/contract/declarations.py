@@ -1,7 +1,7 @@
 """Declarations for the record: the differences between a run and the run on one device."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from dure.spec import RunSpec
 from dure.strategies.contract.info import StrategyInfo
@@ -28,6 +28,8 @@ class BatchDivision:
     """Maximum calls of the loss in one process and step."""
     is_one_share: bool
     """True if the ranks do not divide the batch."""
+    is_loss_whole: bool
+    """True if the loss sees whole batches, and only the model's own calls are divided."""
     is_one_device: bool
     """True if the batch is divided neither over ranks nor over devices."""
 
@@ -101,6 +103,8 @@ def by_division(division: BatchDivision, traits: LossTraits, found: Findings, de
     parts = division.num_parts
     if parts == division.calls_per_step == 1:
         return []
+    if division.is_loss_whole:
+        traits = _of_model(traits, found)
     several_calls = division.calls_per_step > 1
     owner = "each microbatch's own" if division.is_one_device else "each rank's own"
     texts = []
@@ -132,6 +136,24 @@ def by_division(division: BatchDivision, traits: LossTraits, found: Findings, de
             "added up, which is the same for linear ones alone"
         )
     return texts
+
+
+def _of_model(traits: LossTraits, found: Findings) -> LossTraits:
+    """Return the traits of the model's own calls alone.
+
+    Strategies that divide these calls compare their outputs with the whole ones if they are the same each time.
+    """
+
+    def changed_inside(path: str) -> bool:
+        return path.startswith("model.") and path not in traits.module_state
+
+    return replace(
+        traits,
+        collate_draws=False,
+        not_additive=traits.not_additive if found.draws or found.has_batchnorm else None,
+        learned_buffers=tuple(name for name in traits.learned_buffers if name in traits.model_buffers),
+        learned_state=tuple(filter(changed_inside, traits.learned_state)),
+    )
 
 
 def few(names: Sequence[str], most: int = 4) -> str:

@@ -21,6 +21,8 @@ class LossTraits:
     """True if it failed until the task had built an optimiser."""
     draws: bool = False
     """True if the loss draws random numbers, dropout included."""
+    model_draws: bool = False
+    """True if the model draws random numbers in its own calls, dropout included."""
     collate_draws: bool = False
     """True if `collate` draws random numbers."""
     data_changes: bool = False
@@ -31,6 +33,8 @@ class LossTraits:
     """Buffers, except those of BatchNorm, that forward changes depending on the samples."""
     counted_buffers: tuple[str, ...] = ()
     """Buffers that forward changes in the same way at every call."""
+    model_buffers: tuple[str, ...] = ()
+    """Buffers that the model changes in its own calls."""
     changed_parameters: tuple[str, ...] = ()
     """Parameters that the loss writes to."""
     rebound_parameters: tuple[str, ...] = ()
@@ -64,7 +68,11 @@ class LossTraits:
     hooked_by_loss: tuple[str, ...] = ()
     """Parameters and modules among `hooked_parameters` on which the loss itself registers the hooks."""
     fails_alone: str | None = None
-    """Exception that the loss raises for one sample although it accepts more; None if it accepts one."""
+    """Exception that the loss raises for one sample although it accepts more, or its value that is not finite; None if
+    it accepts one.
+    """
+    model_fails_alone: bool = False
+    """True if the model itself raises that exception."""
     nonlinear_gradients: bool = False
     """True if gradients do not scale with the loss: a hook on the output or a custom backward clips or rounds them."""
     sets_gradients: bool = False

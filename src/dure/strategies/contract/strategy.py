@@ -284,12 +284,16 @@ class Strategy(ABC):
         """Return the differences between this run, with its model and options, and the run on one device."""
         has_batchnorm = any(isinstance(m, torchcompat.BatchNorm) for m in self.model.modules())
         has_step_hooks = bool(torchcompat.step_hooks(self.optimizer))
-        found = Findings(draws=self.draws, has_batchnorm=has_batchnorm, has_step_hooks=has_step_hooks)
+        num_parts, num_calls = (len(of(self.spec.global_batch_size)) for of in (self.parts.of, self.parts.of_loss))
+        is_loss_whole = num_calls == 1 < num_parts
+        draws = self._model_draws if is_loss_whole else self.draws
+        found = Findings(draws=draws, has_batchnorm=has_batchnorm, has_step_hooks=has_step_hooks)
         declared = self.declared_by_row(found)
         division = BatchDivision(
-            num_parts=len(self.parts.of(self.spec.global_batch_size)),
+            num_parts=num_parts,
             calls_per_step=self.parts.calls_per_step(),
             is_one_share=self.share.count == 1,
+            is_loss_whole=is_loss_whole,
             is_one_device=self.share.count * len(self.devices) == 1,
         )
         return [
@@ -302,8 +306,12 @@ class Strategy(ABC):
     @property
     def draws(self) -> bool:
         """True if model or loss are known to draw random numbers in training."""
+        return self._model_draws or self.traits.draws
+
+    @property
+    def _model_draws(self) -> bool:
         has_dropout = any(isinstance(m, torchcompat.Dropout) and m.p > 0 for m in self.model.modules())
-        return has_dropout or self.traits.draws
+        return has_dropout or self.traits.model_draws
 
     def check_traits(self, model: nn.Module) -> list[str]:
         """Return the reasons why this strategy cannot use the task's loss, one sentence each; called before `prepare`.

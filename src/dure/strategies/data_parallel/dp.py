@@ -28,9 +28,9 @@ class EvenParts(BatchParts):
         """Return the samples of each device in each microbatch."""
         return [part for size in self.microbatches(num_samples) for part in shares(size, self._num_devices) if part]
 
-    def calls_per_step(self) -> int:
-        """Return the number of microbatches: the loss itself is computed on device 0 alone."""
-        return len(self.microbatches(self.spec.global_batch_size))
+    def of_loss(self, num_samples: int) -> list[int]:
+        """Return the samples of each microbatch: the loss itself is computed on device 0 alone."""
+        return self.microbatches(num_samples)
 
     def process_size(self, microbatch_size: int) -> int:
         """Return the samples of a microbatch of which every device gets `microbatch_size`."""

@@ -3,9 +3,11 @@
 from collections.abc import Mapping
 from typing import Any
 
+import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from dure.data.randomness import GeneratorStates
 from dure.strategies.state.containers import tensors_in
 from dure.strategies.state.objects.object_state import ObjectState
 from dure.strategies.state.tensor_shard import memory_of, version_of
@@ -48,12 +50,20 @@ class StateOfModules:
 
 
 class StateOfForward:
-    """Context that records the plain state outside a model changed within the model's own calls."""
+    """Context that records what a model changes in its own calls: plain state outside it, buffers, generators."""
 
     def __init__(self, model: nn.Module, objects: Mapping[str, object]) -> None:
         self._model = model
         self._objects = objects
+        self._device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
         self.changed: dict[str, Any] = {}
+        """Changed values of plain state by path."""
+        self.buffers: dict[str, None] = {}
+        """Names of the buffers that were written to or replaced."""
+        self.has_drawn = False
+        """True if random numbers were drawn."""
+        self.is_inside = False
+        """True within a call of the model, and after one that failed."""
 
     def __enter__(self) -> "StateOfForward":
         # functions, which a deep copy of the model shares, and not methods, with which it would copy this object
@@ -68,10 +78,19 @@ class StateOfForward:
             handle.remove()
 
     def _begin(self) -> None:
+        self.is_inside = True
         self._before = ObjectState(self._objects)
+        self._versions = self._buffers_now()
+        self._generators = GeneratorStates.now(self._device)
 
     def _end(self) -> None:
         self.changed |= self._before.changed()
+        self.buffers |= {name: None for name, each in self._buffers_now().items() if self._versions.get(name) != each}
+        self.has_drawn |= not self._generators.is_same_as(GeneratorStates.now(self._device))
+        self.is_inside = False
+
+    def _buffers_now(self) -> dict[str, tuple[int, int]]:
+        return {name: (id(buffer), version_of(buffer)) for name, buffer in self._model.named_buffers()}
 
 
 class FedState:

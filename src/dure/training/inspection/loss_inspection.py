@@ -87,6 +87,7 @@ class LossInspection:
         is_divided: bool = True,
         is_alone: bool = False,
         most_at_once: int = _WIDE_GROUP,
+        has_random_batches: Callable[[], bool] = lambda: False,
     ) -> None:
         """Prepare the inspection.
 
@@ -100,6 +101,7 @@ class LossInspection:
             is_divided: Whether the loss will see batches in parts; only then is it inspected again later.
             is_alone: Whether the other ranks make no calls meanwhile, so that a collective of the loss would block.
             most_at_once: Number of samples per call in training, for which there is memory.
+            has_random_batches: Returns whether `fetch` has drawn random numbers for a batch, besides those of samples.
         """
         self._loss = loss
         self._model = model
@@ -111,10 +113,13 @@ class LossInspection:
         """True if the loss will see batches in parts."""
         self._is_alone = is_alone
         self._most_at_once = most_at_once
+        self._has_random_batches = has_random_batches
         self.watches_writes = True
         """True if writes to parameters are seen operation by operation, which some losses do not take."""
         self.first_loss = FirstLoss()
         """Result of the first call."""
+        self._forward = StateOfForward(model, objects)
+        """Changes by the model's own calls in the last call of the loss."""
         self._quantiles: tuple[float, ...] = ()
         """Quantiles of the constants with which a loss that draws is compared; empty if a call takes too long."""
 
@@ -164,15 +169,19 @@ class LossInspection:
             moved = [self._tried(each, as_in_training=True, perturbs=True) for each in places]
             state = {**moved[0].trial.state, **state[0]}, {**moved[1].trial.state, **state[1]}
         derived = recomputed_weights(self._model)
+        takes_several = half > 1 and not is_slow and math.isfinite(first.value.total)
+        fails_alone, model_fails_alone = self._failure_of_one(range(half)) if takes_several else (None, False)
         hooked = tuple(dict.fromkeys((*first.trial.hooked, *second.trial.hooked)))
         return LossTraits(
             reason_unknown=unknown if is_slow and self.is_divided else None,
             draws=first.trial.has_drawn or later.draws,
+            model_draws=first.forward.has_drawn or (later.draws and not first.trial.has_drawn),
             not_additive=not_additive
             or later.not_additive
             or (self._wide(_FEW, min(num_samples, _FEW + _WIDE_SAMPLES), seconds_each)[0] if is_quick else None),
             learned_buffers=tuple(name for name in buffers[0] if not _is_same_in(*buffers, name)),
             counted_buffers=tuple(name for name in buffers[0] if _is_same_in(*buffers, name)),
+            model_buffers=tuple(dict.fromkeys((*first.forward.buffers, *second.forward.buffers))),
             changed_parameters=tuple(dict.fromkeys((*first.trial.parameters, *later.parameters))),
             rebound_parameters=tuple(dict.fromkeys((*first.trial.rebound, *later.rebound))),
             learned_writes=tuple(
@@ -183,14 +192,11 @@ class LossInspection:
             repeated_writes=tuple(self._repeated_writes(range(half))) if first.trial.parameters else (),
             learned_state=tuple(path for path in state[0] if path not in derived and not _is_same_in(*state, path)),
             counted_state=tuple(path for path in state[0] if path not in derived and _is_same_in(*state, path)),
-            forward_state=first.forward_state,
+            forward_state=tuple(first.forward.changed),
             hooked_parameters=tuple(dict.fromkeys((*gradient_hooks(self._model), *hooked))),
             hooked_by_loss=hooked,
-            fails_alone=(
-                self._failure_of_one(range(half))
-                if half > 1 and not is_slow and math.isfinite(first.value.total)
-                else None
-            ),
+            fails_alone=fails_alone,
+            model_fails_alone=model_fails_alone,
             nonlinear_gradients=self.is_divided and not is_slow and self._is_nonlinear(range(half), first),
             sets_gradients=first.has_gradients,
             module_state=later.module_state,
@@ -230,7 +236,7 @@ class LossInspection:
                 trial.has_drawn,
                 first.has_gradients,
                 self._uses_gradients(places, first),
-                *(tuple(sorted(names)) for names in (*changed, trial.hooked, first.forward_state, first.gradients)),
+                *(tuple(sorted(names)) for names in (*changed, trial.hooked, first.forward.changed, first.gradients)),
             )
         figures = (first.value.total, first.value.items, *(float(each.norm()) for each in first.gradients.values()))
         return CallSummary(kind, tuple(map(repr, figures)))
@@ -289,17 +295,21 @@ class LossInspection:
         first = {_beginning(parameter) for parameter in own.values()} - {None}
         return any(id(each) not in own and _beginning(each) in first for each in tensors)
 
-    def _failure_of_one(self, places: range) -> str | None:
-        """Return why the loss takes no single sample, or None; its value for all samples together is finite."""
+    def _failure_of_one(self, places: range) -> tuple[str | None, bool]:
+        """Return why the loss takes no single sample, or None, and whether it is the model that does not.
+
+        Args:
+            places: Samples for which the loss is finite if it is called on all of them.
+        """
         value = 0.0
         for place in places:
             try:
                 value = self._tried(range(place, place + 1), as_in_training=True).value.total
             except Exception as error:
-                return f"{type(error).__name__}: {error}".splitlines()[0][:200]
+                return f"{type(error).__name__}: {error}".splitlines()[0][:200], self._forward.is_inside
             if math.isfinite(value):
-                return None
-        return f"its value is {value:g}"
+                return None, False
+        return f"its value is {value:g}", False
 
     def _repeated_writes(self, places: Sequence[int]) -> Iterator[str]:
         """Yield the parameters that a second call of the loss changes after the first."""
@@ -401,7 +411,7 @@ class LossInspection:
     def _additivity(self, places: range) -> str | None:
         """Return the figures of a loss whose parts do not add up, or None."""
         whole, *parts = (self._tried(part, as_in_training=False) for part in (places, *_parts_of(places)))
-        if any(one.trial.has_drawn for one in (whole, *parts)):
+        if any(one.trial.has_drawn for one in (whole, *parts)) or self._has_random_batches():
             return self._additivity_of_constants(places)
         difference = self._difference(whole.value, [part.value for part in parts])
         return difference or self._difference_of_gradients(whole, parts)
@@ -454,7 +464,7 @@ class LossInspection:
         Gradients of all samples and of one part are in memory at a time.
         """
         places = range(begin, min(begin + min(NUM_SAMPLES, self._most_at_once), num_samples))
-        if not self.is_divided or len(places) < 2:
+        if not self.is_divided or len(places) < 2 or self._has_random_batches():
             return None
         try:
             whole, left = self._differentiated(places)
@@ -521,13 +531,13 @@ class LossInspection:
         started = time.monotonic() if started is None else started
         affordable = int(_WIDE_SECONDS / (3 * max(seconds_each, 1e-9)))
         size = min(_WIDE_GROUP, self._most_at_once, affordable)
-        if not self.is_divided or size < 2:
+        if not self.is_divided or size < 2 or self._has_random_batches():
             return None, begin
-        at = begin
+        at, doubtful = begin, range(0)
         try:
             with silent(), Trial(self._model, self._objects, seed=2, keeps_gradients=False):
                 self._set_modes(as_in_training=False)
-                while at < end - 1:
+                while at < end - 1 and not doubtful:
                     most_seconds = _WIDE_SECONDS if at < begin + _WIDE_SAMPLES else _LATE_SECONDS
                     if time.monotonic() - started > most_seconds:
                         break
@@ -536,11 +546,21 @@ class LossInspection:
                     whole, *parts, again = [self._value(part) for part in (places, *_parts_of(places), places)]
                     if self._is_other(whole, again):
                         break  # it draws, or depends on its own state, both of which are detected elsewhere
-                    if difference := self._difference(whole, parts):
-                        return difference, at
+                    if self._difference(whole, parts):
+                        doubtful = places
+            if doubtful:
+                # again, each call from the same state: a counter of calls may have reached another phase in between
+                whole, *parts = map(self._value_apart, (doubtful, *_parts_of(doubtful)))
+                return self._difference(whole, parts), at
         except Exception:
             return None, at  # training will raise it, or there is not enough memory
         return None, at
+
+    def _value_apart(self, places: Sequence[int]) -> "_Value":
+        """Return the loss of some samples, without gradients and in a trial of its own."""
+        with silent(), Trial(self._model, self._objects, seed=2, keeps_gradients=False):
+            self._set_modes(as_in_training=False)
+            return self._value(places)
 
     def _difference(self, whole: "_Value", parts: "Sequence[_Value]") -> str | None:
         """Return the figures of a loss that differs from that of its parts, or None."""
@@ -584,22 +604,25 @@ class LossInspection:
         keeps_caches: bool = False,
         perturbs: bool = False,
     ) -> "_Tried":
-        batch = self._fetch(places)
+        draws = draws or contextlib.nullcontext()
+        with draws:
+            batch = self._fetch(places)
         trial = Trial(self._model, self._objects, seed=0, watches_writes=self.watches_writes, keeps_caches=keeps_caches)
-        with silent(), trial, draws or contextlib.nullcontext():
+        with silent(), trial, draws:
             self._set_modes(as_in_training=as_in_training)
             if perturbs:
                 perturb(self._model)
             for name, parameter in self._model.named_parameters():
                 parameter.grad = gradients[name].clone() if gradients and name in gradients else None
-            with torch.enable_grad(), self._autocast(), StateOfForward(self._model, self._objects) as state:
+            self._forward = StateOfForward(self._model, self._objects)
+            with torch.enable_grad(), self._autocast(), self._forward as forward:
                 result = self._loss(self._model, batch)
             found = {name: p.grad for name, p in self._model.named_parameters() if p.grad is not None}
             tried = _Tried(
                 trial,
                 _Value.of(result, len(places)),
                 {},
-                tuple(state.changed),
+                forward,
                 has_gradients=gradients is None and bool(found),
                 has_changed_gradients=gradients is not None and not _are_equal(found, gradients),
             )
@@ -731,8 +754,8 @@ class _Tried(NamedTuple):
     trial: Trial
     value: _Value
     gradients: dict[str, Tensor]
-    forward_state: tuple[str, ...]
-    """Paths of plain state outside the model that the model's calls changed."""
+    forward: StateOfForward
+    """Changes by the model's own calls."""
     has_gradients: bool
     """True if parameters without gradients had some when the loss returned."""
     has_changed_gradients: bool

@@ -348,11 +348,12 @@ def check_parts(session: Session, samples_seen: int) -> None:
                 "share, or ddp on more ranks"
             ]
         )
-    fault = session.strategy.traits.fails_alone
+    fault, parts = session.strategy.traits.fails_alone, session.strategy.parts
     if fault is None:
         return
+    parts_of = parts.of if session.strategy.traits.model_fails_alone else parts.of_loss
     for size in sorted(session.order.batch_sizes(samples_seen, session.total_samples)):
-        if size > 1 and 1 in session.strategy.parts.of(size):
+        if size > 1 and 1 in parts_of(size):
             raise SpecInvalid(
                 [
                     f"a batch of this run has {size} samples, of which {session.spec.strategy} gives one alone to the "

@@ -213,6 +213,7 @@ def inspection_of(
         is_divided=strategy.group.world_size * len(strategy.devices) > 1 or bool(strategy.spec.microbatch_size),
         is_alone=strategy.group.world_size > 1,
         most_at_once=strategy.spec.microbatch_size or strategy.parts.default_size() or even,
+        has_random_batches=lambda: loader.has_collate_drawn,
     )
 
 

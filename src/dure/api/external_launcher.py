@@ -36,12 +36,12 @@ def with_world_size(settings: dict[str, Any], launched: Launched) -> dict[str, A
         SpecInvalid: The call sets another number.
     """
     by, rank = launched.by, launched.rank
-    said = with_own_names(settings).get("nproc")
-    if said is not None and str(said).strip() != str(rank.local_world_size):
+    requested = with_own_names(settings).get("nproc")
+    if requested is not None and str(requested).strip() != str(rank.local_world_size):
         of_all = "" if rank.is_one_host else f", {rank.world_size} on all hosts"
         processes = "1 process" if rank.local_world_size == 1 else f"{rank.local_world_size} processes"
         raise SpecInvalid(
-            [f"nproc is {said} but {by} started {processes} here{of_all}: leave --nproc out, {by} decides"]
+            [f"nproc is {requested} but {by} started {processes} here{of_all}: leave --nproc out, {by} decides"]
         )
     return {**with_own_names(settings), "nproc": rank.local_world_size}
 
@@ -98,7 +98,7 @@ def train_under_launcher(
         run.lock() if rank.rank == 0 else nullcontext(),
         _variables(rank.to_environment() | interface_variables(interface)),
     ):
-        return _judged_alone(run, spec, main(TrainJob(run=str(run.path), asked=asked), place), rank)
+        return _judge_own_rank(run, spec, main(TrainJob(run=str(run.path), asked=asked), place), rank)
 
 
 def _meet(
@@ -121,25 +121,25 @@ def _meet(
             tell(f"{launched.by} has started the ranks again: {begun} goes on")
             RunDir.open(Path(begun)).forget_failures()
             return {"run": begun}
-        told = open_folder()
-        if "run" in told:
-            meeting.remember("run", str(Path(told["run"]).resolve()))
-        return told
+        opened = open_folder()
+        if "run" in opened:
+            meeting.remember("run", str(Path(opened["run"]).resolve()))
+        return opened
 
     rank, store, interface = launched.rank, None, None
     if rank.world_size == 1:
-        told = open_folder()
+        opened = open_folder()
     else:
         from dure.comm.meeting import Meeting
 
         meeting = Meeting(rank, meeting_point(launched), timeout_seconds=resolved.spec.timeout_seconds)
         if not resolved.spec.share_devices:
             check_each_has_its_own(meeting.gather("devices", _own_gpu(resolved.spec, rank)))
-        told = meeting.tell_all("run", begin_or_go_on if rank.rank == 0 else None)
+        opened = meeting.tell_all("run", begin_or_go_on if rank.rank == 0 else None)
         store, interface = meeting.address, meeting.interface
-    if "error" in told:
-        raise RunInvalid(told["error"])
-    return RunDir.open(Path(told["run"])), store, interface
+    if "error" in opened:
+        raise RunInvalid(opened["error"])
+    return RunDir.open(Path(opened["run"])), store, interface
 
 
 def _own_gpu(spec: RunSpec, rank: RankInfo) -> str | None:
@@ -165,7 +165,7 @@ def _variables(values: Mapping[str, str]) -> Iterator[None]:
                 os.environ[name] = value
 
 
-def _judged_alone(run: RunDir, spec: RunSpec, exit_code: int, rank: RankInfo) -> RunSummary:
+def _judge_own_rank(run: RunDir, spec: RunSpec, exit_code: int, rank: RankInfo) -> RunSummary:
     """Raise the error of this rank; the launcher judges all ranks together."""
     outcome = Outcome(ends=[WorkerEnd(rank=rank.rank, exit_code=exit_code, time=time.time(), was_stopped=False)])
     if rank.rank == 0:

@@ -119,16 +119,16 @@ class Notes:
         rank, step, message = restart.rank, restart.step, restart.cause
         if restart.microbatch_sizes is None:
             where = "" if restart.go_back_to is None else ", from where all agreed"
-            said = f"restart {restart.number} of {self.max_restarts}{where}"
+            consequence = f"restart {restart.number} of {self.max_restarts}{where}"
             self._write(events.Restarted(number=restart.number, rank=rank, step=step, message=message))
         else:
             before, after = restart.microbatch_sizes
-            said = (
+            consequence = (
                 f"step {restart.step} is repeated with {after} instead of {before} samples at once on each device; "
                 f"the global batch stays {self.global_batch_size}"
             )
             self._write(events.MicrobatchHalved(before=before, after=after, rank=rank, step=step, message=message))
-        self.say(f"{restart.cause}\n      {said}")
+        self.say(f"{restart.cause}\n      {consequence}")
 
     def change(self, why: str) -> None:
         """Record and print that the run continues with other nodes."""

@@ -11,7 +11,7 @@ from dure.api.trust import check_trusted, is_true
 from dure.errors import RunInvalid, SpecInvalid
 from dure.records.run_dir import RunDir
 from dure.spec import ENVIRONMENT_PREFIX, ResolvedSpec, RunSpec, read_toml, resolve, same_task
-from dure.spec.arguments import in_callers_words
+from dure.spec.arguments import in_callers_syntax
 from dure.strategies.table import STRATEGIES
 from dure.terminal import tell
 from dure.training.best_metric import Best
@@ -92,7 +92,7 @@ def tell_notes(resolved: ResolvedSpec) -> None:
     """Print notes on the names of settings, in the terms of the caller."""
     if not resolved.spec.quiet:
         for note in resolved.notes:
-            tell(in_callers_words(note))
+            tell(in_callers_syntax(note))
 
 
 def check_same_task(given: GivenTask, run: RunDir) -> None:

@@ -158,12 +158,12 @@ def _check_training(training: Training, wishes: Wishes) -> RunSpec:
     """Resolve the settings as far as they are known without the task."""
     num_ranks = wishes.nodes * wishes.tasks_per_node
     flags: dict[str, Any] = dict(training.settings)
-    said = flags.get("nproc")
+    nproc = flags.get("nproc")
     if num_ranks > 1:
-        if said is not None and said != str(wishes.tasks_per_node):
+        if nproc is not None and nproc != str(wishes.tasks_per_node):
             raise SpecInvalid(
                 [
-                    f"nproc is {said} but --tasks-per-node is {wishes.tasks_per_node}, and both are the ranks of each "
+                    f"nproc is {nproc} but --tasks-per-node is {wishes.tasks_per_node}, and both are the ranks of each "
                     f"of {wishes.nodes} nodes: leave --nproc out"
                 ]
             )
@@ -223,12 +223,12 @@ def _job(training: Training, wishes: Wishes, spec: RunSpec, now: datetime) -> Jo
         if not runs_dir.is_absolute():
             raise Misuse(f"--claim is mounted at --runs-dir, which is {runs_dir} but must begin with / in a pod")
     run = training.resume or runs_dir / name
-    words = _train_words(training, name, runs_dir)
+    words = _train_arguments(training, name, runs_dir)
     again = ("--resume", str(run)) if training.resume else ("--resume", "auto")
     if wishes.to == "kubernetes" and training.resume is None:
         words = (*words, *again)  # a pod cannot know whether it is the first
     python = wishes.python or ("python" if wishes.to == "kubernetes" else sys.executable)
-    _check_words({"the current folder": Path.cwd(), "--python": python, "the run's folder": run}, words)
+    _check_arguments({"the current folder": Path.cwd(), "--python": python, "the run's folder": run}, words)
     return Job(
         name=name,
         run=run,
@@ -244,7 +244,7 @@ def _job(training: Training, wishes: Wishes, spec: RunSpec, now: datetime) -> Jo
     )
 
 
-def _check_words(paths: Mapping[str, object], words: Sequence[str]) -> None:
+def _check_arguments(paths: Mapping[str, object], words: Sequence[str]) -> None:
     """Refuse arguments that a script's line cannot hold: a line break in a path would begin another line.
 
     Raises:
@@ -286,7 +286,7 @@ def _name(training: Training, wishes: Wishes, spec: RunSpec, now: datetime) -> s
     return name
 
 
-def _train_words(training: Training, name: str, runs_dir: Path) -> tuple[str, ...]:
+def _train_arguments(training: Training, name: str, runs_dir: Path) -> tuple[str, ...]:
     """Return the arguments of `dure train`; a resumed run already has its name and folder."""
     words: list[str] = [] if training.task is None else [training.task]
     place = {"name", "runs_dir"}

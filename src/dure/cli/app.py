@@ -23,7 +23,7 @@ from cyclopts.exceptions import (
     ValidationError,
 )
 
-from dure.cli.output import speaks_for_all
+from dure.cli.output import is_reporter
 from dure.errors import DONE, FAILED, DureError, Misuse, SpecInvalid, WorkerFailed
 from dure.process.stop_signals import Terminated, end_by, end_if_unanswered, forget_stop, heeded_signals, stop_exit_code
 from dure.terminal import replace_what_no_terminal_has, tell_last
@@ -80,10 +80,10 @@ def main(argv: Sequence[str] | None = None) -> int:
             _run(tokens)
         sys.stdout.flush()
     except DureError as error:
-        if speaks_for_all() or (isinstance(error, WorkerFailed) and error.exit_code == FAILED):
+        if is_reporter() or (isinstance(error, WorkerFailed) and error.exit_code == FAILED):
             tell_last(_sentence(error))
         else:
-            time.sleep(SPEAKER_SECONDS)
+            time.sleep(REPORTER_SECONDS)
         return error.exit_code
     except KeyboardInterrupt as stop:
         tell_last("stopped")
@@ -121,7 +121,7 @@ def _open_closed_streams() -> None:
         sys.stderr = os.fdopen(2, "w", closefd=False)
 
 
-SPEAKER_SECONDS = 1.0
+REPORTER_SECONDS = 1.0
 """Delay before a rank that does not report for all ends: torchrun ends the others as soon as one has ended."""
 
 
@@ -170,17 +170,17 @@ def _run(tokens: list[str]) -> None:
         module = importlib.import_module(f"dure.cli.{VERBS[name].module}")
         tokens, command = module.read(tokens)
     app = build_app(command, name)
-    with _speaking_flags() if name in VERBS else nullcontext():
+    with _flags_in_messages() if name in VERBS else nullcontext():
         try:
             app(tokens, exit_on_error=False, print_error=False)
         except CycloptsError as error:
             raise Misuse(_parse_fault(error, app)) from None
 
 
-def _speaking_flags() -> AbstractContextManager[None]:
-    from dure.spec.arguments import speaking_flags  # half of the time of `dure --help`, which does not need it
+def _flags_in_messages() -> AbstractContextManager[None]:
+    from dure.spec.arguments import flags_in_messages  # half of the time of `dure --help`, which does not need it
 
-    return speaking_flags()
+    return flags_in_messages()
 
 
 def _parse_fault(error: CycloptsError, app: App) -> str:
@@ -191,7 +191,7 @@ def _parse_fault(error: CycloptsError, app: App) -> str:
     from dure.spec.old_names import STRATEGIES_WITH
 
     if isinstance(error, UnknownOptionError):
-        said = (error.token.keyword or error.token.value).split("=")[0]
+        spelled = (error.token.keyword or error.token.value).split("=")[0]
         known = sorted({name for argument in error.argument_collection for name in argument.names})
         flags = [name for name in known if name.startswith("--") and not name.startswith("--no-")]
         settings = [flag.removeprefix("--").replace("-", "_") for flag in [*flags, "--help"]]
@@ -202,12 +202,12 @@ def _parse_fault(error: CycloptsError, app: App) -> str:
             settings += [name for name in option_names(STRATEGIES) if name not in settings]
         help_ = f"`dure {' '.join(error.command_chain or ())} --help` lists all"
         is_script = error.command_chain == ("run",)
-        fault = unknown_setting("flag", said, settings, flag_name, help_, has_task=not is_script)
+        fault = unknown_setting("flag", spelled, settings, flag_name, help_, has_task=not is_script)
         return f"{fault}; a flag of the script's own stands after the script" if is_script else fault
     if isinstance(error, UnknownCommandError) and error.unused_tokens:
-        said = error.unused_tokens[0]
-        known = ["--help", "--version"] if said.startswith("-") else [*VERBS]
-        return unknown_name("flag" if said.startswith("-") else "command", said, known)
+        token = error.unused_tokens[0]
+        known = ["--help", "--version"] if token.startswith("-") else [*VERBS]
+        return unknown_name("flag" if token.startswith("-") else "command", token, known)
     if isinstance(error, UnusedCliTokensError) and error.unused_tokens:
         verb = " ".join(error.command_chain or ())
         return f"{error.unused_tokens[0]!r} is one argument too many: see `dure {verb} --help`"
@@ -217,8 +217,8 @@ def _parse_fault(error: CycloptsError, app: App) -> str:
         if name in SETTINGS:
             value = error.argument.tokens[-1].value if error.argument.tokens else "nothing"
             return f"flag {flag}: {name} is {value!r} but must be {requirement(name)}"
-    said = str(error).strip().rstrip(".")
-    return f"{said[:1].lower()}{said[1:]}: see `{' '.join(['dure', *(error.command_chain or ())])} --help`"
+    text = str(error).strip().rstrip(".")
+    return f"{text[:1].lower()}{text[1:]}: see `{' '.join(['dure', *(error.command_chain or ())])} --help`"
 
 
 def _sentence(error: DureError) -> str:

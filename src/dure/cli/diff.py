@@ -40,13 +40,13 @@ def diff(
     if json:
         print_json(found.to_json())
     else:
-        print_text("\n".join(map(one_line, _told(found))))
+        print_text("\n".join(map(one_line, _lines(found))))
     if found.part_at is not None:
         hint = "" if tolerance else " (what differs by rounding alone is let pass by --tolerance 1e-6)"
         raise RunsDiffer(f"the runs part: {found.part_at}{hint}")
 
 
-def _told(found: "Difference") -> Iterator[str]:
+def _lines(found: "Difference") -> Iterator[str]:
     for number, (name, both) in enumerate(found.settings.items()):
         yield f"{'settings' if number == 0 else '':10}{name}: {both[0]} | {both[1]}"
     more = " | ".join(str(count) for count in found.steps_of_one)
@@ -69,11 +69,11 @@ def _told(found: "Difference") -> Iterator[str]:
 
 
 def _weights_lines(found: "Difference") -> Iterator[str]:
-    for number, line in enumerate(_all_weights_told(found)):
+    for number, line in enumerate(_all_weights_lines(found)):
         yield f"{'' if number else 'weights':10}{line}"
 
 
-def _all_weights_told(found: "Difference") -> Iterator[str]:
+def _all_weights_lines(found: "Difference") -> Iterator[str]:
     whole = "whole " if found.damaged else ""
     if found.weights:
         yield f"compared at the {_counted(len(found.weights), 'position')} at which both have a {whole}checkpoint"
@@ -84,7 +84,7 @@ def _all_weights_told(found: "Difference") -> Iterator[str]:
     shown = found.weights[first : first + MOST_WEIGHTS]
     if first:
         yield f"({first} before, the same too)"
-    yield from (f"after {one.samples_seen:,} samples: {_weights_told(one)}" for one in shown)
+    yield from (f"after {one.samples_seen:,} samples: {_weights_text(one)}" for one in shown)
     if behind := len(found.weights) - first - len(shown):
         yield f"({behind} behind)"
     if found.apart is not None:
@@ -114,12 +114,12 @@ def _step(one: "WeightsDifference") -> str:
     return f"step {first}" if first == second else f"steps {first} | {second}"
 
 
-def _weights_told(one: "WeightsDifference") -> str:
+def _weights_text(one: "WeightsDifference") -> str:
     nan = f" ({_counted(one.num_nan, 'element')} {'is' if one.num_nan == 1 else 'are'} NaN in both)"
-    return _difference_told(one) + (nan if one.num_nan else "")
+    return _difference_text(one) + (nan if one.num_nan else "")
 
 
-def _difference_told(one: "WeightsDifference") -> str:
+def _difference_text(one: "WeightsDifference") -> str:
     if one.tensor is None:
         return "the same, bit by bit"
     if one.largest == 0:

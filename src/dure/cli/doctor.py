@@ -42,13 +42,13 @@ def doctor(
     else:
         from dure.styled import draw
 
-        for line in _told(found):
+        for line in _lines(found):
             draw(line)
     if fail_on != "never" and found.worst is not None and SEVERITIES.index(found.worst) >= SEVERITIES.index(fail_on):
         raise FoundProblem(f"{found.run}: the gravest finding is of kind {found.worst} (--fail-on {fail_on})")
 
 
-def _told(found: "Diagnosis") -> Iterator["Text"]:
+def _lines(found: "Diagnosis") -> Iterator["Text"]:
     from dure.styled import joined, styled, styled_lines
 
     yield joined((found.run, "bold"), f"  {found.status}")

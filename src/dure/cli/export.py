@@ -34,5 +34,7 @@ def export(
         for warning in result["warnings"]:
             tell(warning)
         size = result.get("num_bytes")
-        said = f"{which} checkpoint {result['checkpoint']}"
-        print_text(one_line(f"{file}: {said}") + (f", {format_bytes(size)}" if isinstance(size, int | float) else ""))
+        description = f"{which} checkpoint {result['checkpoint']}"
+        print_text(
+            one_line(f"{file}: {description}") + (f", {format_bytes(size)}" if isinstance(size, int | float) else "")
+        )

@@ -12,7 +12,7 @@ JsonFlag = Annotated[
 ]
 
 
-def speaks_for_all() -> bool:
+def is_reporter() -> bool:
     """Return whether this process prints for all ranks; under a launcher only rank 0 does."""
     try:
         place = RankInfo.from_environment()

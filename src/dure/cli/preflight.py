@@ -150,17 +150,19 @@ def table(report: "Report") -> "Table":
     grid.add_column(style="bold", min_width=11, max_width=14, overflow="fold")
     grid.add_column(overflow="fold", ratio=1)
     for finding, more in _shortened(report):
-        grid.add_row(styled(finding.status, _STYLES[finding.status]), finding.name, _told(report, finding, more))
+        grid.add_row(
+            styled(finding.status, _STYLES[finding.status]), finding.name, _finding_text(report, finding, more)
+        )
     return grid
 
 
 def _shortened(report: "Report") -> "Iterator[tuple[Finding, int]]":
     """Yield the problems, up to a maximum per check, then successful checks once, with the number of further nodes."""
-    told: dict[str, list[Finding]] = {}
+    others: dict[str, list[Finding]] = {}
     count: Counter[str] = Counter()
     for finding in report.findings:
         if finding.status not in ("failure", "warning"):
-            told.setdefault(f"{finding.status} {finding.name}", []).append(finding)
+            others.setdefault(f"{finding.status} {finding.name}", []).append(finding)
             continue
         count[finding.name] += 1
         if count[finding.name] <= _MOST_BAD:
@@ -168,11 +170,11 @@ def _shortened(report: "Report") -> "Iterator[tuple[Finding, int]]":
         elif count[finding.name] == _MOST_BAD + 1:
             num_more = sum(other.name == finding.name for other in report.findings) - _MOST_BAD
             yield replace(finding, seen=f"{num_more} more: --json has them all", rule="", cure="", nodes=()), 0
-    for alike in told.values():
+    for alike in others.values():
         yield alike[0], sum(len(finding.nodes) for finding in alike[1:])
 
 
-def _told(report: "Report", finding: "Finding", more: int) -> "Text":
+def _finding_text(report: "Report", finding: "Finding", more: int) -> "Text":
     from dure.styled import joined, styled_lines
 
     is_bad = finding.status in ("failure", "warning")

@@ -55,11 +55,11 @@ class _SpecTable:
         strategy, _, option = name.partition(".")
         is_option = strategy == spec.strategy
         value = spec.options[option] if is_option else spec.setting(name)
-        said = "-" if value is None or value == {} else _said(value)
-        return [(name, said, origin[f"options.{option}" if is_option else name])]
+        shown = "-" if value is None or value == {} else _shown(value)
+        return [(name, shown, origin[f"options.{option}" if is_option else name])]
 
 
-def _said(value: object) -> str:
+def _shown(value: object) -> str:
     if isinstance(value, bool):
         return str(value).lower()
     return f"{value:g}" if isinstance(value, float) else str(value)

@@ -154,11 +154,11 @@ def submit(
     if dry_run:
         _show(prepared, as_json=json)
         return
-    said = prepared.send()
+    reply = prepared.send()
     if json:
-        print_json({"to": to, "name": prepared.job.name, "run": str(prepared.job.run), "said": said})
+        print_json({"to": to, "name": prepared.job.name, "run": str(prepared.job.run), "said": reply})
     else:
-        print_text(_told(prepared, said))
+        print_text(_submitted_text(prepared, reply))
 
 
 def _read_training(rest: list[str]) -> "Training":
@@ -199,10 +199,10 @@ def _show(prepared: "Submission", *, as_json: bool) -> None:
         print_text(prepared.text.removesuffix("\n"))
 
 
-def _told(prepared: "Submission", said: str) -> str:
+def _submitted_text(prepared: "Submission", reply: str) -> str:
     job = prepared.job
     if prepared.to == "slurm":
-        return f"job {said} of Slurm: run {job.run}, output in {job.name}-{said}.out"
+        return f"job {reply} of Slurm: run {job.run}, output in {job.name}-{reply}.out"
     if prepared.to == "kubernetes":
-        return f"{said}\nrun {job.run} in its pods"
-    return f"run {job.run} {said}"
+        return f"{reply}\nrun {job.run} in its pods"
+    return f"run {job.run} {reply}"

@@ -16,7 +16,7 @@ from dure.cli.options.settings import (
     with_flags,
 )
 from dure.cli.options.task import is_reference, take_task_options, task_parameters
-from dure.cli.output import JsonFlag, speaks_for_all
+from dure.cli.output import JsonFlag, is_reporter
 from dure.errors import RunInvalid
 from dure.records.run_dir import RunDir
 from dure.spec import flag_name
@@ -114,7 +114,7 @@ def train(
         print_spec(resolved, as_json=json)
         return
     summary = api.train(task, resume=resume, config=config, **settings)
-    if not speaks_for_all():
+    if not is_reporter():
         return
     if json:
         print_json(summary.to_json())

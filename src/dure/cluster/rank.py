@@ -66,7 +66,7 @@ class MeetingPoint:
 
 
 @dataclass(frozen=True, slots=True)
-class Said:
+class PlaceVariable:
     """A number of a rank's position in environment variables."""
 
     names: tuple[str, ...]
@@ -82,10 +82,10 @@ class Launcher:
     is_here: Callable[[Environment], bool]
     """Function that returns whether variables are set that only this launcher sets. If so, all of its variables are
     required."""
-    place: Mapping[str, Said]
+    place: Mapping[str, PlaceVariable]
     """Environment variables of each field of `RankInfo`."""
-    host: Said
-    port: Said
+    host: PlaceVariable
+    port: PlaceVariable
     starts_nodes: bool = False
     """True if it starts one process per node, which may be configured to be several ranks."""
     one_is_alone: bool = True
@@ -95,13 +95,13 @@ class Launcher:
     hand. Empty if that is not done for this launcher."""
 
 
-def _variable(*names: str) -> Said:
+def _variable(*names: str) -> PlaceVariable:
     """Return a reader of the first of several variables that is set."""
-    return Said(names, lambda environ: next((environ[name] for name in names if name in environ), None))
+    return PlaceVariable(names, lambda environ: next((environ[name] for name in names if name in environ), None))
 
 
-def _always(number: int) -> Said:
-    return Said((), lambda environ: str(number))
+def _always(number: int) -> PlaceVariable:
+    return PlaceVariable((), lambda environ: str(number))
 
 
 def _has(*names: str) -> Callable[[Environment], bool]:
@@ -140,10 +140,10 @@ def _open_mpi_node(environ: Environment) -> str | None:
 
     This is correct if nodes are filled one after another with equally many ranks, which is mpirun's default.
     """
-    said = [environ.get(f"OMPI_COMM_WORLD_{name}", "") for name in ("RANK", "LOCAL_RANK", "LOCAL_SIZE")]
-    if not all(text.isdecimal() for text in said) or said[2] == "0":
+    texts = [environ.get(f"OMPI_COMM_WORLD_{name}", "") for name in ("RANK", "LOCAL_RANK", "LOCAL_SIZE")]
+    if not all(text.isdecimal() for text in texts) or texts[2] == "0":
         return None
-    rank, local_rank, local_world_size = map(int, said)
+    rank, local_rank, local_world_size = map(int, texts)
     return str((rank - local_rank) // local_world_size)
 
 
@@ -174,7 +174,7 @@ LAUNCHERS = (
         place={
             "rank": _variable("OMPI_COMM_WORLD_RANK"),
             "local_rank": _variable("OMPI_COMM_WORLD_LOCAL_RANK"),
-            "node_rank": Said((), _open_mpi_node),
+            "node_rank": PlaceVariable((), _open_mpi_node),
             "world_size": _variable("OMPI_COMM_WORLD_SIZE"),
             "local_world_size": _variable("OMPI_COMM_WORLD_LOCAL_SIZE"),
         },
@@ -189,7 +189,7 @@ LAUNCHERS = (
             "local_rank": _variable("SLURM_LOCALID"),
             "node_rank": _variable("SLURM_NODEID"),
             "world_size": _variable("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS"),
-            "local_world_size": Said(("SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE"), _slurm_tasks_here),
+            "local_world_size": PlaceVariable(("SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE"), _slurm_tasks_here),
         },
         host=_variable("MASTER_ADDR"),
         port=_variable("MASTER_PORT"),
@@ -276,19 +276,19 @@ def read_launcher(environ: Environment | None = None) -> Launched | None:
 
 def _place(row: Launcher, environ: Environment) -> RankInfo | None:
     """Read a row; return None if a variable is missing or not a number."""
-    said = {name: one.read(environ) for name, one in row.place.items()}
-    if row.starts_nodes and said["local_world_size"] != "1":
-        if said["world_size"] == "1":
-            said["local_world_size"] = "1"
+    texts = {name: one.read(environ) for name, one in row.place.items()}
+    if row.starts_nodes and texts["local_world_size"] != "1":
+        if texts["world_size"] == "1":
+            texts["local_world_size"] = "1"
         else:
             raise Misuse(
-                f"{row.name} started this process as a node of {said['local_world_size']} ranks "
+                f"{row.name} started this process as a node of {texts['local_world_size']} ranks "
                 f"({_shown(row, environ)}), but a rank was expected: start `torchrun -m dure train ...` in its place, "
                 "which reads the same variables, or ask for one process per node"
             )
-    if not all(value is not None and value.isdecimal() for value in said.values()):
+    if not all(value is not None and value.isdecimal() for value in texts.values()):
         return None
-    return RankInfo(**{name: int(value) for name, value in said.items() if value is not None})
+    return RankInfo(**{name: int(value) for name, value in texts.items() if value is not None})
 
 
 def _refuse_mixture(row: Launcher, rank: RankInfo, here: list[Launcher], environ: Environment) -> None:
@@ -296,8 +296,8 @@ def _refuse_mixture(row: Launcher, rank: RankInfo, here: list[Launcher], environ
     is_proven = not row.proofs or any(name in environ for name in row.proofs)
     for other in here:
         is_inside = here.index(other) > here.index(row) and is_proven
-        said = [(getattr(rank, name), other.place[name].read(environ)) for name in ("rank", "world_size")]
-        if not is_inside and any(theirs is not None and theirs != str(ours) for ours, theirs in said):
+        pairs = [(getattr(rank, name), other.place[name].read(environ)) for name in ("rank", "world_size")]
+        if not is_inside and any(theirs is not None and theirs != str(ours) for ours, theirs in pairs):
             raise EnvironmentLacks(
                 f"the environment mixes {row.name}'s variables ({_shown(row, environ)}) with {other.name}'s "
                 f"({_shown(other, environ)}), which say something else: unset one or the other"
@@ -314,7 +314,7 @@ def _refuse_impossible(row: Launcher, rank: RankInfo, environ: Environment) -> N
 
 
 def _shown(row: Launcher, environ: Environment) -> str:
-    names = dict.fromkeys(name for said in row.place.values() for name in said.names)
+    names = dict.fromkeys(name for variable in row.place.values() for name in variable.names)
     return ", ".join(f"{name}={environ.get(name)}" for name in names)
 
 
@@ -340,7 +340,9 @@ def meeting_point(launched: Launched, environ: Environment | None = None) -> Mee
     host = host or ("127.0.0.1" if launched.rank.is_one_host else next(iter(hosts), None))
     job = _job_number(row, environ)
     if host is None or (port is None and job is None):
-        missing = [said.names[0] for said, value in ((row.host, host), (row.port, port or job)) if value is None]
+        missing = [
+            variable.names[0] for variable, value in ((row.host, host), (row.port, port or job)) if value is None
+        ]
         raise EnvironmentLacks(
             f"{row.name} started {launched.rank.world_size} ranks, but nothing says where they meet: set "
             f"{' and '.join(missing)} for all of them (the host of rank 0, and a free port of it)"

@@ -150,7 +150,7 @@ def _death(run: RunDir, seen: RunOverview, events: list[Event]) -> Iterator[Find
         lines.append(
             f"  whether a rank had failed before, and why, only its supervisor knew; {_what_is_left(seen, logs)}"
         )
-    lines += _last_words(logs)
+    lines += _last_lines(logs)
     yield Finding(
         severity="error",
         what="\n".join(lines),
@@ -188,12 +188,12 @@ def _last_records(run: RunDir) -> Iterator[str]:
     if not last:
         return
     steps = sorted({record.step for record in last})
-    said = f"step {steps[0]}" if len(steps) == 1 else f"steps {steps[0]} to {steps[-1]}, by rank"
+    steps_text = f"step {steps[0]}" if len(steps) == 1 else f"steps {steps[0]} to {steps[-1]}, by rank"
     when = time.strftime("%H:%M:%S", time.localtime(max(record.time for record in last)))
-    yield f"  the last step on record is {said}, written at {when}"
+    yield f"  the last step on record is {steps_text}, written at {when}"
 
 
-def _last_words(logs: list[Path]) -> Iterator[str]:
+def _last_lines(logs: list[Path]) -> Iterator[str]:
     """Yield the last line of each rank's log."""
     for path in logs[:_MOST_RANKS]:
         with path.open("rb") as file:

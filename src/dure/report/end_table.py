@@ -139,8 +139,8 @@ def _facts(summary: RunSummary) -> Table:
     if summary.restarts:
         facts.add_row("restarts", f"{summary.restarts}, after a rank had failed: see events.jsonl")
     if summary.microbatch_size:
-        said = f"{summary.microbatch_size} samples at once on each device: memory ran out with more"
-        facts.add_row("microbatch", f"{said} (--microbatch-size {summary.microbatch_size})")
+        size = f"{summary.microbatch_size} samples at once on each device: memory ran out with more"
+        facts.add_row("microbatch", f"{size} (--microbatch-size {summary.microbatch_size})")
     facts.add_row("records", summary.run)
     return facts
 
@@ -182,9 +182,9 @@ def _best(best: Mapping[str, object] | None, *, with_samples: bool = True) -> st
     if not best:
         return ""
     value, samples = best.get("value"), best.get("samples_seen")
-    said = _number(value) if isinstance(value, int | float) else str(value)
+    shown = _number(value) if isinstance(value, int | float) else str(value)
     where = f" at {samples:,} samples" if with_samples and isinstance(samples, int) and samples else ""
-    return f"{best.get('metric')} {said}{where}"
+    return f"{best.get('metric')} {shown}{where}"
 
 
 def _number(value: float) -> str:

@@ -37,7 +37,7 @@ def summarise(run: RunDir, spec: RunSpec, status: str, message: str | None = Non
 def _summarise(run: RunDir, spec: RunSpec, status: str, message: str | None) -> RunSummary:
     seconds = dict.fromkeys((*_SPANS, "evaluation", "checkpoint", "other"), 0.0)
     step_seconds, last = 0.0, None
-    for record in run.records(_speaker(run)):
+    for record in run.records(_reporting_rank(run)):
         step_seconds += record.wall_seconds
         for span in _SPANS:
             seconds[span] += getattr(record, f"{span}_seconds")
@@ -88,7 +88,7 @@ def _not_preserved(events: Sequence[Event]) -> list[str]:
     return list(found)
 
 
-def _speaker(run: RunDir) -> int:
+def _reporting_rank(run: RunDir) -> int:
     """Return the rank whose records represent the run: the first, unless it was lost and another got further."""
     lost = {event.rank for event in run.events() if isinstance(event, RankLost)}
     if 0 not in lost:

@@ -10,7 +10,7 @@ from contextvars import ContextVar
 from dure.errors import DureError, SpecInvalid
 from dure.spec.fields import SETTINGS, field_of, flag_name, kinds
 
-_speaks_flags: ContextVar[bool] = ContextVar("speaks flags", default=False)
+_shows_flags: ContextVar[bool] = ContextVar("speaks flags", default=False)
 
 _MORE_ARGUMENTS = ("config", "resume", "which", "task")
 _NAMES = {flag_name(name): name for name in (*SETTINGS, *_MORE_ARGUMENTS)}
@@ -26,13 +26,13 @@ _OTHER_COMMAND = re.compile(r"(`dure [^`]+`)")
 
 
 @contextmanager
-def speaking_flags() -> Iterator[None]:
+def flags_in_messages() -> Iterator[None]:
     """Leave flags in errors unchanged: the caller used the command line."""
-    token = _speaks_flags.set(True)
+    token = _shows_flags.set(True)
     try:
         yield
     finally:
-        _speaks_flags.reset(token)
+        _shows_flags.reset(token)
 
 
 @contextmanager
@@ -41,16 +41,16 @@ def errors_in_arguments() -> Iterator[None]:
     try:
         yield
     except DureError as error:
-        if not _speaks_flags.get():
+        if not _shows_flags.get():
             error.args = tuple(as_arguments(part) if isinstance(part, str) else part for part in error.args)
             if isinstance(error, SpecInvalid):
                 error.faults = tuple(map(as_arguments, error.faults))
         raise
 
 
-def in_callers_words(text: str) -> str:
+def in_callers_syntax(text: str) -> str:
     """Return a sentence about flags unchanged, or with arguments if the caller is Python code."""
-    return text if _speaks_flags.get() else as_arguments(text)
+    return text if _shows_flags.get() else as_arguments(text)
 
 
 def as_arguments(text: str) -> str:

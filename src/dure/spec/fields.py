@@ -433,10 +433,10 @@ def requirement_of(info: FieldInfo) -> str:
         return "one of " + ", ".join(typing.get_args(kind))
     words = {bool: "true or false", int: "a whole number", float: "a number"}.get(kind, "text")
     bounds = [(Gt, "gt", "above"), (Ge, "ge", "of at least"), (Lt, "lt", "below"), (Le, "le", "of at most")]
-    said = [
+    conditions = [
         f"{word} {getattr(limit, attribute)}"
         for cls, attribute, word in bounds
         for limit in info.metadata
         if isinstance(limit, cls)
     ]
-    return " ".join([words, " and ".join(said)]).strip()
+    return " ".join([words, " and ".join(conditions)]).strip()

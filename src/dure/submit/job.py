@@ -80,6 +80,6 @@ def run_command(command: Sequence[str], *, given: str, lacking: str) -> str:
     except OSError as error:
         raise EnvironmentLacks(f"{command[0]} cannot be run here ({error.strerror}): {lacking}") from None
     if done.returncode != 0:
-        said = " ".join((done.stderr or done.stdout).split()) or "no word"
-        raise SubmissionRefused(f"{command[0]} did not take the job (exit code {done.returncode}): {said[:2000]}")
+        output = " ".join((done.stderr or done.stdout).split()) or "no word"
+        raise SubmissionRefused(f"{command[0]} did not take the job (exit code {done.returncode}): {output[:2000]}")
     return done.stdout

@@ -224,13 +224,13 @@ def _pod(job: Job, options: KubernetesOptions) -> Manifest:
 def _torchruns_environment(job: Job) -> list[Manifest]:
     """Return the variables that Kubeflow Trainer would set, for torchrun and for ranks (`cluster/rank.py`)."""
     index = "metadata.annotations['batch.kubernetes.io/job-completion-index']"
-    said = {
+    variables = {
         "PET_NNODES": str(job.nodes),
         "PET_NPROC_PER_NODE": str(job.tasks_per_node),
         "PET_MASTER_ADDR": f"{job.name}-0.{job.name}",
         "PET_MASTER_PORT": str(PORT),
     }
-    environment: list[Manifest] = [{"name": name, "value": value} for name, value in said.items()]
+    environment: list[Manifest] = [{"name": name, "value": value} for name, value in variables.items()]
     return [*environment, {"name": "PET_NODE_RANK", "valueFrom": {"fieldRef": {"fieldPath": index}}}]
 
 

@@ -141,8 +141,8 @@ def _connect(ray: Any, address: str | None) -> bool:
             _refuse_unreachable(address)
             ray.init(address=address, **options)
     except (OSError, OverflowError, RuntimeError, ValueError) as error:
-        said = " ".join(str(error).split())[:500]
-        raise EnvironmentLacks(f"no cluster of Ray can be reached at {address or 'this host'}: {said}") from None
+        reason = " ".join(str(error).split())[:500]
+        raise EnvironmentLacks(f"no cluster of Ray can be reached at {address or 'this host'}: {reason}") from None
     return False
 
 
@@ -156,13 +156,13 @@ def _refuse_unreachable(address: str | None) -> None:
 def _wait_for_place(ray: Any, group: Any, plan: Plan, received: list[int], *, is_ours: bool) -> None:
     """Wait until the cluster has enough resources; a cluster started for this run never grows."""
     wanted = sum(bundle["CPU"] for bundle in plan.bundles())
-    ready, start, has_said = group.ready(), time.monotonic(), False
+    ready, start, has_printed = group.ready(), time.monotonic(), False
     while not ray.wait([ready], timeout=_LOOK_SECONDS)[0]:
         if received:
             raise Interrupted("stopped before the run had a place", stop_exit_code(received[0]))
         total = ray.cluster_resources()
-        if not has_said and time.monotonic() - start > (0 if is_ours else _SAY_AFTER_SECONDS):
-            has_said = True
+        if not has_printed and time.monotonic() - start > (0 if is_ours else _SAY_AFTER_SECONDS):
+            has_printed = True
             words = f"{plan.job.nodes} node(s) with {plan.bundles()[0]}, and the cluster has {_shown(total)}"
             if is_ours and (wanted > total.get("CPU", 0) or plan.job.nodes > 1):
                 raise EnvironmentLacks(f"the run needs {words}: ask for less, or give a larger cluster's --address")
@@ -188,13 +188,13 @@ def _start(ray: Any, actors: list[Any], plan: Plan) -> None:
     host, port = ray.get(actors[0].find_meeting_point.remote(is_one_host=plan.job.nodes == 1))
     meeting = {"MASTER_ADDR": host, "MASTER_PORT": str(port)} if len(actors) > 1 else {}
     words = ["train", *plan.job.words]
-    said = ray.get(
+    failures = ray.get(
         [
             actor.start.remote(words, {**plan.environment(rank), **meeting}, str(plan.job.folder))
             for actor, rank in zip(actors, plan.ranks(), strict=True)
         ]
     )
-    for rank, why in enumerate(said):
+    for rank, why in enumerate(failures):
         if why is not None:
             raise EnvironmentLacks(f"rank {rank} cannot be started on its node: {why}; all nodes need the same folders")
 
@@ -228,8 +228,8 @@ def _look(ray: Any, actor: Any, rank: int) -> Look:
     try:
         look: Look = ray.get(actor.look.remote())
     except ray.exceptions.RayActorError as error:
-        said = " ".join(str(error).split())[:300]
-        return Look(exit_code=1, out=b"", err=f"dure: Ray lost the actor of rank {rank}: {said}\n".encode())
+        reason = " ".join(str(error).split())[:300]
+        return Look(exit_code=1, out=b"", err=f"dure: Ray lost the actor of rank {rank}: {reason}\n".encode())
     return look
 
 

@@ -16,7 +16,7 @@ STRAGGLER_SECONDS = 60
 REQUEUE_SECONDS = 300
 """Seconds of sleep, longer than Slurm needs to end a script whose job it has requeued."""
 
-_TOLD_TOO_EARLY = 128 + signal.SIGUSR1
+_SIGNALLED_TOO_EARLY = 128 + signal.SIGUSR1
 """Exit code of a rank that received SIGUSR1 before it could handle it, while Python was starting."""
 
 # Slurm counts a job that exits within the grace time of a preemption as failed, and would not requeue it. The script
@@ -32,7 +32,7 @@ goes_back() {{
     elif [[ $job == *" PreemptTime="[0-9]* ]]; then
         [[ $(scontrol show partition --oneliner "$SLURM_JOB_PARTITION") != *" PreemptMode=CANCEL "* ]]
     else
-        (( code == {RESUMABLE} || code == {_TOLD_TOO_EARLY} ))
+        (( code == {RESUMABLE} || code == {_SIGNALLED_TOO_EARLY} ))
     fi
 }}"""
 
@@ -133,5 +133,5 @@ def submit(text: str) -> str:
         EnvironmentLacks: There is no `sbatch`.
         SubmissionRefused: Slurm refuses it.
     """
-    said = run_command(["sbatch", "--parsable"], given=text, lacking="submit from a login node, or look at --dry-run")
-    return said.strip().partition(";")[0]
+    output = run_command(["sbatch", "--parsable"], given=text, lacking="submit from a login node, or look at --dry-run")
+    return output.strip().partition(";")[0]

@@ -48,12 +48,12 @@ def test_meeting_when_rank_0_says_something_then_all_hear_it():
 
     def follow() -> None:
         other = Meeting(HERE[1], where, timeout_seconds=20)
-        heard.append((other.tell_all("run", None), other.address))
+        heard.append((other.send_to_all_ranks("run", None), other.address))
 
     follower = threading.Thread(target=follow)
     follower.start()
     first = Meeting(HERE[0], where, timeout_seconds=20)
-    said = first.tell_all("run", lambda: {"run": "runs/é"})
+    said = first.send_to_all_ranks("run", lambda: {"run": "runs/é"})
     follower.join()
     assert [said, heard[0][0]] == [{"run": "runs/é"}] * 2
     assert first.address == heard[0][1]
@@ -83,7 +83,7 @@ def test_meeting_when_nobody_comes_then_both_sides_say_who_is_missing():
         Meeting(HERE[1], point(), timeout_seconds=0.2)
     first = Meeting(HERE[0], point(), timeout_seconds=0.2)
     with pytest.raises(PeerLost, match=r"rank 0 of 2 waited 0.2 s in vain for the other ranks"):
-        first.tell_all("run", dict)
+        first.send_to_all_ranks("run", dict)
 
 
 @pytest.mark.parametrize(
@@ -128,7 +128,7 @@ def start(where: MeetingPoint, word: str) -> list[tuple[object, object]]:
 
     def be(rank: int) -> tuple[object, object]:
         met = Meeting(HERE[rank], where, timeout_seconds=20)
-        return met.tell_all("run", (lambda: word) if rank == 0 else None), met.address.prefix
+        return met.send_to_all_ranks("run", (lambda: word) if rank == 0 else None), met.address.prefix
 
     with ThreadPoolExecutor(2) as pool:
         follower = pool.submit(be, 1)
@@ -146,7 +146,7 @@ def test_meeting_when_a_rank_died_before_it_was_answered_then_the_next_start_mee
     with pytest.raises(PeerLost, match=r"waited 0\.2 s in vain for rank 0"):
         Meeting(HERE[1], launchers, timeout_seconds=0.2)
     with pytest.raises(PeerLost, match=r"waited 0\.2 s in vain for the other ranks"):
-        Meeting(HERE[0], launchers, timeout_seconds=0.2).tell_all("run", lambda: "nobody")
+        Meeting(HERE[0], launchers, timeout_seconds=0.2).send_to_all_ranks("run", lambda: "nobody")
     assert [heard for heard, _ in start(launchers, "said")] == ["said"] * 2
 
 

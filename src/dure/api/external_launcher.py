@@ -135,7 +135,7 @@ def _meet(
         meeting = Meeting(rank, meeting_point(launched), timeout_seconds=resolved.spec.timeout_seconds)
         if not resolved.spec.share_devices:
             check_each_has_its_own(meeting.gather("devices", _own_gpu(resolved.spec, rank)))
-        opened = meeting.tell_all("run", begin_or_go_on if rank.rank == 0 else None)
+        opened = meeting.send_to_all_ranks("run", begin_or_go_on if rank.rank == 0 else None)
         store, interface = meeting.address, meeting.interface
     if "error" in opened:
         raise RunInvalid(opened["error"])

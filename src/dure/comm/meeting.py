@@ -75,26 +75,26 @@ class Meeting:
         """Address of the store, for the process group."""
         self._store = dist.PrefixStore(f"{self.address.prefix}/said", store)
 
-    def tell_all(self, key: str, say: Callable[[], Any] | None) -> Any:
+    def send_to_all_ranks(self, key: str, create: Callable[[], Any] | None) -> Any:
         """Send a JSON message from rank 0 to all ranks, and return it; rank 0 returns when all have received it.
 
         Args:
             key: Name of the message.
-            say: On rank 0, function that creates the message; None on the others.
+            create: On rank 0, function that creates the message; None on the others.
 
         Raises:
             PeerLost: A rank did not arrive in time.
         """
-        heard = f"{key}/heard"
-        if say is not None:
-            message = json.dumps(say())
+        receipt_key = f"{key}/heard"
+        if create is not None:
+            message = json.dumps(create())
             self._store.set(key, message)
-            self._wait_for(self._store, f"{heard} by all" if self.rank.world_size > 1 else key, "the other ranks")
+            self._wait_for(self._store, f"{receipt_key} by all" if self.rank.world_size > 1 else key, "the other ranks")
             return parse_json(message)
         self._wait_for(self._store, key, "rank 0")
         message = self._store.get(key).decode()
-        if self._store.add(heard, 1) == self.rank.world_size - 1:
-            self._store.set(f"{heard} by all", "")
+        if self._store.add(receipt_key, 1) == self.rank.world_size - 1:
+            self._store.set(f"{receipt_key} by all", "")
         return parse_json(message)
 
     def gather(self, key: str, message: Any) -> list[Any]:
@@ -115,7 +115,7 @@ class Meeting:
                 self._wait_for(self._store, one, f"rank {rank}")
             return [parse_json(self._store.get(one)) for one in keys]
 
-        found: list[Any] = self.tell_all(key, collect if self.rank.rank == 0 else None)
+        found: list[Any] = self.send_to_all_ranks(key, collect if self.rank.rank == 0 else None)
         return found
 
     def remember(self, key: str, value: str) -> None:
@@ -140,8 +140,8 @@ class Meeting:
             host, port = _serve(_address_here(self.rank, self._point), replace(self._point, port=0), _STORE_SECONDS)
             return {"host": host, "port": port}
 
-        told = self.tell_all("store", serve if self.rank.rank == 0 else None)
-        return StoreAddress(host=told["host"], port=told["port"], prefix="")
+        address = self.send_to_all_ranks("store", serve if self.rank.rank == 0 else None)
+        return StoreAddress(host=address["host"], port=address["port"], prefix="")
 
     def leave(self) -> None:
         """Report that this rank needs no store any more; rank 0, which may serve one, waits for all reports."""

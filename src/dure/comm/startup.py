@@ -102,11 +102,11 @@ class _Step:
         self._store.add(f"{self._prefix}/beats/{self.rank}", 1)
 
     def finish(self) -> None:
-        self._say_done()
+        self._mark_done()
         if self._store.add(f"{self._prefix}/num done", 1) == self._world_size:
             self._store.set(f"{self._prefix}/all done", "")
 
-    def _say_done(self) -> None:
+    def _mark_done(self) -> None:
         self._store.set(f"{self._prefix}/done/{self.rank}", "")
 
     def fail(self, reason: str) -> None:
@@ -128,7 +128,7 @@ class _Step:
 
     def _look(self, notices: "_Notices") -> None:
         self.beat()
-        self._say_done()
+        self._mark_done()
         late = [0] if self.rank else [rank for rank in range(self._world_size) if not self._is_done(rank)]
         silent = [rank for rank in late if self._silent_seconds(rank) > self._timeout_seconds]
         if silent:

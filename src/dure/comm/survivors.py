@@ -59,7 +59,7 @@ class SurvivorsGroup(Group):
         """Inform the leader of a death that was detected elsewhere; the members learn of it in the next exchange."""
         self._dead.add(rank)
 
-    def exchange(self, said: bytes) -> list[bytes]:
+    def exchange(self, payload: bytes) -> list[bytes]:
         """Return the messages of all members, in the order of members.
 
         Communication: two messages from each member to the leader, and two replies with all messages; blocking.
@@ -69,50 +69,50 @@ class SurvivorsGroup(Group):
                 be repeated.
             RuntimeError: A member that is not expendable was lost.
         """
-        heard = self._gather(said) if self._own == self._leader else self._report(said)
-        if len(heard) < len(self.members):
-            self.members = [member for member in self.members if member in heard]
+        received = self._gather(payload) if self._own == self._leader else self._report(payload)
+        if len(received) < len(self.members):
+            self.members = [member for member in self.members if member in received]
             self._renumber()
             raise GroupShrank(f"{len(self.members)} ranks are left")
-        return [heard[member] for member in self.members]
+        return [received[member] for member in self.members]
 
-    def _report(self, said: bytes) -> dict[int, bytes]:
-        _send(said, self._leader)
+    def _report(self, payload: bytes) -> dict[int, bytes]:
+        _send(payload, self._leader)
         sizes = torch.zeros(self.everyone.world_size, dtype=torch.int64)
         dist.recv(sizes, self._leader, tag=TAG)
         answer = torch.empty(int(sizes.clamp(min=0).sum()), dtype=torch.uint8)
         if answer.numel():
             dist.recv(answer, self._leader, tag=TAG)
-        heard, start, data = dict[int, bytes](), 0, answer.numpy().tobytes()
+        received, start, data = dict[int, bytes](), 0, answer.numpy().tobytes()
         for member, size in enumerate(sizes.tolist()):
             if size != _LOST:
-                heard[member] = data[start : start + size]
+                received[member] = data[start : start + size]
                 start += size
-        return heard
+        return received
 
-    def _gather(self, said: bytes) -> dict[int, bytes]:
-        heard: dict[int, bytes] = {}
+    def _gather(self, payload: bytes) -> dict[int, bytes]:
+        received: dict[int, bytes] = {}
         for member in self.members:
             if member == self._own:
-                heard[member] = said
+                received[member] = payload
             elif member not in self._dead:
                 try:
-                    heard[member] = _receive(member)
+                    received[member] = _receive(member)
                 except RuntimeError as error:
                     self._let_go(member, error)
-        is_whole = len(heard) == len(self.members)
+        is_whole = len(received) == len(self.members)
         sizes = torch.full((self.everyone.world_size,), _LOST, dtype=torch.int64)
-        for member, data in heard.items():
+        for member, data in received.items():
             sizes[member] = len(data) if is_whole else _SIZE
-        answer = _as_tensor(b"".join(heard.values()) if is_whole else b"")
-        for member in [member for member in heard if member != self._own]:
+        answer = _as_tensor(b"".join(received.values()) if is_whole else b"")
+        for member in [member for member in received if member != self._own]:
             try:
                 dist.send(sizes, member, tag=TAG)
                 if answer.numel():
                     dist.send(answer, member, tag=TAG)
             except RuntimeError as error:
                 self._let_go(member, error)  # the others have its message already, and learn of its end next time
-        return heard
+        return received
 
     def _let_go(self, member: int, error: RuntimeError) -> None:
         if member not in self._expendable or not is_peer_lost(error):
@@ -137,24 +137,24 @@ class SurvivorsGroup(Group):
         data = json.dumps(message).encode()
         if len(data) > MESSAGE_LIMIT_BYTES:
             raise ValueError(f"a message of {len(data)} bytes is over the limit of {MESSAGE_LIMIT_BYTES}")
-        return [parse_json(said, may_repeat_keys=True, most_depth=None) for said in self.exchange(data)]
+        return [parse_json(payload, may_repeat_keys=True, most_depth=None) for payload in self.exchange(data)]
 
     def all_reduce_sum(self, tensor: torch.Tensor) -> None:
         """Add up over the members, in their order. Communication: as in `exchange`, the tensor from each to each."""
         total = torch.zeros_like(tensor, device="cpu")
-        for said in self.exchange(_as_bytes(tensor)):
-            total += torch.frombuffer(bytearray(said), dtype=tensor.dtype).view(tensor.shape)
+        for payload in self.exchange(_as_bytes(tensor)):
+            total += torch.frombuffer(bytearray(payload), dtype=tensor.dtype).view(tensor.shape)
         tensor.copy_(total)
 
     def broadcast(self, tensors: list[torch.Tensor], source_rank: int = 0) -> None:
         """Overwrite the tensors with those of one member. Communication: one `exchange` with all of them."""
         is_source = self.rank == source_rank
-        said = self.exchange(b"".join(map(_as_bytes, tensors)) if is_source else b"")[source_rank]
+        payload = self.exchange(b"".join(map(_as_bytes, tensors)) if is_source else b"")[source_rank]
         start = 0
         for tensor in tensors:
             end = start + tensor.numel() * tensor.element_size()
             if not is_source and end > start:
-                values = torch.frombuffer(bytearray(said[start:end]), dtype=tensor.dtype)
+                values = torch.frombuffer(bytearray(payload[start:end]), dtype=tensor.dtype)
                 tensor.detach().copy_(values.view(tensor.shape))
             start = end
 

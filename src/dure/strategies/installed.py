@@ -64,8 +64,8 @@ class Strategies(StrategyTable[StrategyInfo]):
                 try:
                     rows[entry.name] = _row(entry)
                 except Exception as error:  # a package's module may raise anything when it is imported
-                    said = str(error).split("\n")[0] or type(error).__name__
-                    faults[entry.name] = f"strategy {entry.name} of {package} cannot be used ({said:.300}): {cure}"
+                    reason = str(error).split("\n")[0] or type(error).__name__
+                    faults[entry.name] = f"strategy {entry.name} of {package} cannot be used ({reason:.300}): {cure}"
             packages.setdefault(entry.name, package)
         return rows, faults
 

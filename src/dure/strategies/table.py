@@ -420,9 +420,9 @@ def load_strategy(name: str) -> "type[Strategy]":
     try:
         found = getattr(importlib.import_module(module), class_name)
     except Exception as error:  # a package's module may raise anything when it is imported
-        said = str(error).split("\n")[0] or type(error).__name__
+        reason = str(error).split("\n")[0] or type(error).__name__
         raise EnvironmentLacks(
-            f"strategy {name} cannot be used, because {module}:{class_name} cannot be imported ({said:.300}): update "
+            f"strategy {name} cannot be used, because {module}:{class_name} cannot be imported ({reason:.300}): update "
             "the package that brings it, or choose another strategy"
         ) from error
     if not (isinstance(found, type) and issubclass(found, Strategy)):

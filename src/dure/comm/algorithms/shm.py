@@ -233,9 +233,9 @@ class SharedMemoryAllReduce(AllReduce):
         self.world_size = dist.get_world_size(process_group)
 
         def exchange(numbers: list[int]) -> list[list[int]]:
-            said = [torch.empty(len(numbers), dtype=torch.int64) for _ in range(self.world_size)]
-            dist.all_gather(said, torch.tensor(numbers), group=process_group)
-            return [tensor.tolist() for tensor in said]
+            gathered = [torch.empty(len(numbers), dtype=torch.int64) for _ in range(self.world_size)]
+            dist.all_gather(gathered, torch.tensor(numbers), group=process_group)
+            return [tensor.tolist() for tensor in gathered]
 
         self._exchange = exchange
         self._common: list[Tensor] = []

@@ -66,9 +66,9 @@ class QueuedGroup(dist.ProcessGroup):
         """Number of calls through the memory, minus those of gloo during the setup here."""
 
     def _exchange(self, numbers: list[int]) -> list[list[int]]:
-        said = [torch.empty(len(numbers), dtype=torch.int64) for _ in range(self.size())]
-        self._gloo.allgather([said], [torch.tensor(numbers)]).wait()
-        return [tensor.tolist() for tensor in said]
+        gathered = [torch.empty(len(numbers), dtype=torch.int64) for _ in range(self.size())]
+        self._gloo.allgather([gathered], [torch.tensor(numbers)]).wait()
+        return [tensor.tolist() for tensor in gathered]
 
     def getBackendName(self) -> str:
         """Return the name under which the group was requested, which torch asks for."""

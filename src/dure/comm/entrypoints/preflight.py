@@ -105,9 +105,9 @@ def try_all(progress: Progress, rank: int, world_size: int, device: torch.device
     for source in range(world_size):
         name = f"broadcast from rank {source}"
         with progress.step(name):
-            said = (_pattern(source, source) if rank == source else torch.zeros(_ELEMENTS_SENT)).to(device)
-            dist.broadcast(said, source)
-            progress.compare(name, said.cpu(), _pattern(source, source))
+            tensor = (_pattern(source, source) if rank == source else torch.zeros(_ELEMENTS_SENT)).to(device)
+            dist.broadcast(tensor, source)
+            progress.compare(name, tensor.cpu(), _pattern(source, source))
     sends_from = device if sends_from_devices() else torch.device("cpu")
     for partner in partners(rank, world_size):
         first, second = sorted((rank, partner))

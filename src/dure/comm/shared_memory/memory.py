@@ -256,8 +256,8 @@ class SharedMemory:
                 deadline += now - before
             lost = self._find_lost(window, is_over=now >= deadline)
             if lost and words[cell] < window:  # it may have come and then gone
-                said = f"{lost[0]} while {self._name(self.rank)} waited in {describe(call)} ({lost[1]})"
-                raise PeerLost(self._give_up(said))
+                failure = f"{lost[0]} while {self._name(self.rank)} waited in {describe(call)} ({lost[1]})"
+                raise PeerLost(self._give_up(failure))
 
     def _give_up(self, failure: str) -> str:
         """Refuse further calls, because barrier numbers no longer match; the first failure is kept."""
@@ -354,13 +354,13 @@ def open_shared_memory(
         EnvironmentLacks: A rank cannot reach rank 0's memory, because it is on another host or in another container.
             Raised on all ranks.
     """
-    memory, without, told = _open_memory(exchange, rank, shared_bytes(world_size, slot_bytes), slot_bytes)
+    memory, without, gathered = _open_memory(exchange, rank, shared_bytes(world_size, slot_bytes), slot_bytes)
     if memory is None:
         raise EnvironmentLacks(
             f"rank{'s' * (len(without) > 1)} {', '.join(map(str, without))} cannot open the memory of rank 0, but shm "
             "needs all ranks in one Linux host and one container: take ring or hierarchical between hosts"
         )
-    peers = [Peer(pid, start_time) for pid, start_time, *_ in told]
+    peers = [Peer(pid, start_time) for pid, start_time, *_ in gathered]
     return SharedMemory(memory, peers, rank=rank, slot_bytes=slot_bytes, timeout_seconds=timeout_seconds, names=names)
 
 
@@ -395,14 +395,14 @@ def _open_memory(
     """
     fd, token = _create(num_bytes) if rank == 0 else (-1, 0)
     try:
-        told = exchange([os.getpid(), start_time_of(os.getpid()), fd, token, agreed])
-        memory = _map(fd, num_bytes, pid=told[0][0], theirs=told[0][2], token=told[0][3])
-        has_memory = exchange([int(memory is not None and told[0][4] == agreed)])
+        gathered = exchange([os.getpid(), start_time_of(os.getpid()), fd, token, agreed])
+        memory = _map(fd, num_bytes, pid=gathered[0][0], theirs=gathered[0][2], token=gathered[0][3])
+        has_memory = exchange([int(memory is not None and gathered[0][4] == agreed)])
     finally:
         if fd >= 0:
             os.close(fd)
     without = [rank for rank, (has,) in enumerate(has_memory) if not has]
-    return None if without else memory, without, told
+    return None if without else memory, without, gathered
 
 
 def shared_bytes(world_size: int, slot_bytes: int) -> int:

@@ -93,13 +93,13 @@ class AsyncServer(Server):
         self._clocks = [float(self.pace.step)] * self.serving.num_workers
         self._planned = [float(self.pace.step)] * self.serving.num_workers
         self._listeners = [
-            threading.Thread(target=self._hear, args=(worker,), name=f"dure-worker{worker}", daemon=True)
+            threading.Thread(target=self._receive_pushes, args=(worker,), name=f"dure-worker{worker}", daemon=True)
             for worker in self.serving.worker_ranks
         ]
         for listener in self._listeners:
             listener.start()
 
-    def _hear(self, worker: int) -> None:
+    def _receive_pushes(self, worker: int) -> None:
         message = self.pushes[worker]
         try:
             while True:

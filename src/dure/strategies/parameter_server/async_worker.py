@@ -112,7 +112,7 @@ class AsyncWorker(Worker):
         self._planned_step = 0
         self._passed_on = Requests()
         self._answers: list[PullNumbers] = []
-        self._told_of = set[int]()
+        self._noted_lost = set[int]()
         self._lost: list[LostShare] = []
 
     def distribute(self) -> None:
@@ -204,13 +204,13 @@ class AsyncWorker(Worker):
     def _learn(self) -> None:
         """Record the numbers that the servers sent with the parameters."""
         count = len(PullNumbers._fields)
-        said = [pull.numbers.tolist() for pull in self.pulls]
-        self._answers = [PullNumbers(*numbers[:count]) for numbers in said]
+        pulled = [pull.numbers.tolist() for pull in self.pulls]
+        self._answers = [PullNumbers(*numbers[:count]) for numbers in pulled]
         self._passed_on = Requests(
             stop=any(answer.stop for answer in self._answers), save=any(answer.save for answer in self._answers)
         )
         self.pace.stop_step, self.pace.save_step = self._answers[0].stop_step, self._answers[0].save_step
-        for worker, step in enumerate(said[0][count:]):
+        for worker, step in enumerate(pulled[0][count:]):
             if step != self._gone_from[worker] and step <= self._planned_step:
                 raise PeerLost(
                     f"rank {worker} was lost, and the shares of step {step:g} were divided again too late for rank "
@@ -228,18 +228,18 @@ class AsyncWorker(Worker):
 
         Communication: one exchange of the survivors, then W bytes to each worker.
         """
-        said = self.pace.survivors.agree(None)
+        agreed = self.pace.survivors.agree(None)
         living = [member for member in self.pace.survivors.members if member in self.serving.worker_ranks]
         self.take_share(DataShare(index=living.index(self._own), count=len(living)))
         self.pull()
         self._learn()
-        self._note_lost(living, [clocks for clocks in said if clocks is not None])
+        self._note_lost(living, [clocks for clocks in agreed if clocks is not None])
         self.serving.broadcast_buffers(self.model, self.group)
 
     def _note_lost(self, living: list[int], clocks: list[list[float]]) -> None:
         """Record the shares that a dead worker did not push, or not to all servers, until others take them over."""
-        for worker in set(self.serving.worker_ranks) - set(living) - self._told_of:
-            self._told_of.add(worker)
+        for worker in set(self.serving.worker_ranks) - set(living) - self._noted_lost:
+            self._noted_lost.add(worker)
             on_all, on_any = min(of[worker] for of in clocks), max(of[worker] for of in clocks)
             # workers that died earlier have no share any more
             for step in range(int(on_all) + 1, int(self._gone_from[worker])):

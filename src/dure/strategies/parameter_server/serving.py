@@ -112,8 +112,8 @@ class Serving:
         """
         is_first = self.everyone.rank == self.server_ranks[0]
         mine = [{key: value for key, value in each.items() if _is_plain(value)} for each in groups]
-        said = group.all_gather_json(mine if is_first else None)
-        theirs = next(values for values in said if values is not None)
+        gathered = group.all_gather_json(mine if is_first else None)
+        theirs = next(values for values in gathered if values is not None)
         return [{**each, **values} for each, values in zip(groups, theirs, strict=True)]
 
     def close(self, living: Group) -> None:

@@ -54,8 +54,8 @@ class SyncWorker(Worker):
                 [*facts, overflow, self.expectation or 0.0], dtype=torch.float64
             )
         self.push()
-        speaker = self.serving.server_ranks[self.group.rank % len(self.serving.server_ranks)]
-        self.serving.transport.receive(_bytes(self._facts), speaker).wait()
+        server = self.serving.server_ranks[self.group.rank % len(self.serving.server_ranks)]
+        self.serving.transport.receive(_bytes(self._facts), server).wait()
         known = self._facts.tolist()
         self.sums.count = known[_COUNT]
         for found in overflows:
@@ -109,14 +109,14 @@ class SyncServer(Server):
             message.wait()
             known = [total + value for total, value in zip(known, push.numbers[:_NUM_FACTS].tolist(), strict=True)]
         self._facts.copy_(torch.tensor(known, dtype=torch.float64))
-        for message in [transport.send(_bytes(self._facts), rank) for rank in self._heard_by()]:
+        for message in [transport.send(_bytes(self._facts), rank) for rank in self._receivers_of_facts()]:
             message.wait()
         self.sums.count = known[_COUNT]
         self._has_overflowed = known[_OVERFLOW] > 0
         self.expectation = self.pushes[0].numbers[_EXPECTATION].item() or None
         return StepFacts(known[:_OVERFLOW], self.sums.terms)
 
-    def _heard_by(self) -> list[int]:
+    def _receivers_of_facts(self) -> list[int]:
         return [rank for rank in self.serving.worker_ranks if rank % len(self.serving.server_ranks) == self.number]
 
     def optimizer_step(self) -> None:
@@ -165,7 +165,7 @@ class SyncServer(Server):
     def sent_bytes(self, num_microsteps: int) -> int:
         """Return the bytes of the parameters and facts to the workers, and of the norm among servers."""
         pulls = self.pull_message.num_bytes * self.serving.num_workers
-        facts = self._facts.nbytes * len(self._heard_by())
+        facts = self._facts.nbytes * len(self._receivers_of_facts())
         num_servers = len(self.serving.server_ranks)
         norm = 0 if self.spec.clip_norm is None else 2 * (num_servers - 1) * 8 // num_servers
         return pulls + facts + norm

@@ -220,9 +220,9 @@ class Pipeline(SectionedStrategy):
             except Exception as error:
                 if isinstance(error, DureError) or self.share.leads or torch.is_grad_enabled():
                     raise
-                said = " ".join(f"{type(error).__name__}: {error}".split())[:200]
+                reason = " ".join(f"{type(error).__name__}: {error}".split())[:200]
                 raise TaskInvalid(
-                    f"the task's {function.__name__} failed in an evaluation ({said}), for which every rank computes "
+                    f"the task's {function.__name__} failed in an evaluation ({reason}), for which every rank computes "
                     "it from the model's output, having run its own stages alone: if it uses what blocks of other "
                     f"stages keep or hooks see, return that from the model, or use {CURE}"
                 ) from error
@@ -365,8 +365,8 @@ class Pipeline(SectionedStrategy):
         """Return lines about the cuts of the model and the order of the stages' work."""
         if self.num_stages == 1:
             return []
-        said = f"cut before {self.plan.first_blocks()}: {self.num_stages} stages, schedule {self._schedule_name()}"
-        return [f"{said}, microbatches of at most {self.microbatch_samples()}"]
+        layout = f"cut before {self.plan.first_blocks()}: {self.num_stages} stages, schedule {self._schedule_name()}"
+        return [f"{layout}, microbatches of at most {self.microbatch_samples()}"]
 
     # evaluation and checkpoints
 

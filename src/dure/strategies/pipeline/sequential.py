@@ -70,8 +70,8 @@ class Sweeps:
         output, last = self._sweep(args, kwargs, to_end=True)
         key, owner = self._key(args, kwargs), (self._num_stages - 1) % self._ranks.world_size
         if key not in self._handed:
-            told = self._output_or_block(output, self._known[key][-1]) if self._ranks.rank == owner else None
-            self._handed[key] = self._ranks.all_gather_json(told)[owner]
+            described = self._output_or_block(output, self._known[key][-1]) if self._ranks.rank == owner else None
+            self._handed[key] = self._ranks.all_gather_json(described)[owner]
         kind, description = self._handed[key]
         own = output if kind == "output" else last
         lanes = lanes_of([description])
@@ -111,16 +111,16 @@ class Sweeps:
             owner = stage % self._ranks.world_size
             bounds = self._sections.plan.bounds(stage)
             end = None if to_end and stage == self._num_stages - 1 else bounds[1]
-            told: list[Description] = []
+            descriptions: list[Description] = []
             if stage and owner == self._ranks.rank:
                 value = self._receive(learned[bounds[0] - 1], (stage - 1) % self._ranks.world_size)
             if owner == self._ranks.rank:
                 with kept_global_randomness(self._device), self._precision.autocast():
-                    value, last, told = self._sections.learn(
+                    value, last, descriptions = self._sections.learn(
                         (bounds[0], end), args, kwargs, received=value, known=learned, device=self._device
                     )
             if known is None:
-                learned = [*learned, *self._ranks.all_gather_json(told)[owner]]
+                learned = [*learned, *self._ranks.all_gather_json(descriptions)[owner]]
             if owner == self._ranks.rank and stage < self._num_stages - 1:
                 self._send(value, learned[bounds[1] - 1], bounds[1] - 1, (stage + 1) % self._ranks.world_size)
         if known is None:

@@ -86,9 +86,9 @@ def look_at(strategy: Strategy, model: nn.Module) -> Survey | None:
     except Exception as error:
         if strategy.traits.reason_unknown is not None:
             raise  # it may fail anyway
-        said = " ".join(f"{type(error).__name__}: {error}".split())[:200]
+        why = " ".join(f"{type(error).__name__}: {error}".split())[:200]
         raise TaskInvalid(
-            f"{type(model).__name__} cannot be divided into blocks ({said}): what calls them, or differentiates them, "
+            f"{type(model).__name__} cannot be divided into blocks ({why}): what calls them, or differentiates them, "
             f"itself does not take values that are watched; use {CURE}"
         ) from error
 

@@ -37,7 +37,7 @@ class Result(NamedTuple):
 class Failed(NamedTuple):
     """Result of a section that raised: an exception sent through RPC would have its traceback as its message."""
 
-    said: str
+    message: str
     exit_code: int
 
     @classmethod

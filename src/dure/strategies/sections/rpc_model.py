@@ -166,7 +166,7 @@ class RpcModel(SectionedStrategy):
             return result.value
         result = result.to_here()
         if isinstance(result, Failed):
-            failure = DureError(result.said)
+            failure = DureError(result.message)
             failure.exit_code = result.exit_code
             raise failure
         output = to_device(result.value, self.device)

@@ -44,10 +44,10 @@ class SectionedStrategy(Strategy):
 
         Communication: one gathered JSON message, the plan.
         """
-        told = self.group.all_gather_json(self.decide(model) if self.group.rank == 0 else None)[0]
-        if told["faults"]:
-            raise SpecInvalid([f"strategy is {self.info.name}: {fault}" for fault in told["faults"]])
-        self.plan = SectionPlan(**told["plan"])
+        decision = self.group.all_gather_json(self.decide(model) if self.group.rank == 0 else None)[0]
+        if decision["faults"]:
+            raise SpecInvalid([f"strategy is {self.info.name}: {fault}" for fault in decision["faults"]])
+        self.plan = SectionPlan(**decision["plan"])
         return model
 
     def keep(self, sections: Iterable[int]) -> None:

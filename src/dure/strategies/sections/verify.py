@@ -80,9 +80,9 @@ def _rehearse_now(
     except TaskInvalid as error:
         return str(error)
     except Exception as error:
-        said = " ".join(f"{type(error).__name__}: {error}".split())[:200]
+        reason = " ".join(f"{type(error).__name__}: {error}".split())[:200]
         return (
-            f"{where} cannot be computed ({said}): each section has its own weights, and the loss has the model's "
+            f"{where} cannot be computed ({reason}): each section has its own weights, and the loss has the model's "
             f"output alone, without derivatives through it; cut elsewhere with the option cuts, or use {CURE}"
         )
     for name, _ in model.named_parameters():

@@ -10,7 +10,7 @@ import torch
 
 from dure.failures.device_errors import device_error
 from dure.failures.record import FailureRecord, failure_from_json
-from dure.failures.report import describe_failure, leave_word
+from dure.failures.report import describe_failure, write_failure_report
 from dure.failures.verdict import WorkerEnd, judge
 from dure.host.gpu_health import GpuHealth
 from dure.launch.rounds.restart_policy import RestartPolicy, Restarts
@@ -232,7 +232,7 @@ def test_word_when_the_driver_is_asked_then_a_record_without_it_stands_there_bef
         message = "first, and long" if ask is None else "then"
         return failure_of(may_be_gpu=True, time=time.time(), message=message)
 
-    left = leave_word(describe, report)
+    left = write_failure_report(describe, report)
     assert [failure.message for failure in before] == ["first, and long"]
     assert failure_from_json(json.loads(os.pread(report, 2**20, 0))) == left
     assert (left.message, left.time) == ("then", before[0].time)  # when it failed, and not when it was asked

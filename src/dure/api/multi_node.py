@@ -203,7 +203,7 @@ def _way_back(notes: Notes, several: NodeSettings, facts: dict[str, Any], held: 
             held.enter_context(run.lock())
 
     return LeaderFailover(
-        said=about(several, nodes.me, facts),
+        join=about(several, nodes.me, facts),
         folder=folder,
         secret_file=several.secret_file,
         port=port,

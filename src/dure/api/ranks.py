@@ -12,7 +12,7 @@ from dure.cluster.rank import Launched
 from dure.errors import FAILED, DureError, Interrupted, WorkerFailed
 from dure.failures.verdict import Verdict
 from dure.host.devices import count_cores, crowding
-from dure.launch.hangs.diagnosis import HangVerdict, tell_of_hang
+from dure.launch.hangs.diagnosis import HangVerdict, print_and_save_hang
 from dure.launch.logs.rank_logs import RankLogs, Relay, Voice
 from dure.launch.nodes.peers import Nodes
 from dure.launch.nodes.rendezvous import NodeSettings, node_settings
@@ -112,7 +112,7 @@ class Notes:
 
     def hang(self, verdict: HangVerdict) -> None:
         """Record a hang with all its evidence."""
-        tell_of_hang(self.run if self.nodes.is_leader else None, verdict)
+        print_and_save_hang(self.run if self.nodes.is_leader else None, verdict)
 
     def restart(self, restart: Restart) -> None:
         """Record and print why the ranks restart, and how."""

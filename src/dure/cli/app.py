@@ -25,7 +25,14 @@ from cyclopts.exceptions import (
 
 from dure.cli.output import is_reporter
 from dure.errors import DONE, FAILED, DureError, Misuse, SpecInvalid, WorkerFailed
-from dure.process.stop_signals import Terminated, end_by, end_if_unanswered, forget_stop, heeded_signals, stop_exit_code
+from dure.process.stop_signals import (
+    Terminated,
+    end_by,
+    end_if_unanswered,
+    forget_stop,
+    handled_signals,
+    stop_exit_code,
+)
 from dure.terminal import replace_what_no_terminal_has, tell_last
 
 
@@ -133,7 +140,7 @@ def _ending_in_order() -> Iterator[None]:
     if threading.current_thread() is not threading.main_thread():
         yield  # Python allows handlers only in the main thread
         return
-    before = {number: signal.signal(number, end) for number in heeded_signals() if number != signal.SIGINT}
+    before = {number: signal.signal(number, end) for number in handled_signals() if number != signal.SIGINT}
     forget_stop()
     try:
         yield

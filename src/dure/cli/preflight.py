@@ -178,7 +178,7 @@ def _finding_text(report: "Report", finding: "Finding", more: int) -> "Text":
     from dure.styled import joined, styled_lines
 
     is_bad = finding.status in ("failure", "warning")
-    nodes = report.told_nodes(finding)
+    nodes = report.nodes_text(finding)
     where = f"{nodes}: " if nodes else ""
     rest = f"; {more} more node{'s' * (more > 1)} well" if more else ""
     if not is_bad:

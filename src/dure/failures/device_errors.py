@@ -163,7 +163,7 @@ class DeviceError:
 
     message: str
     """Text of the error without torch's advice, with its explanation added."""
-    said: str
+    plain_text: str
     """Text of the error without torch's advice."""
     advice: str
     is_nobodys: bool
@@ -197,14 +197,14 @@ def device_error(
     is_lost = kind.of == GONE or any(health.is_lost for health in found.values())
     means = kind.means.format(gpu=_named(used))
     if ill:
-        means = "; ".join([means, *(_told(gpu, health) for gpu, health in ill.items())])
+        means = "; ".join([means, *(_health_text(gpu, health) for gpu, health in ill.items())])
     elif are_well and kind.of == EITHER:
         means += f"; the driver finds nothing wrong with {_named(used)}"
-    said = _without_advice(str(error))
-    first, *rest = said.split("\n", 1)
+    plain_text = _without_advice(str(error))
+    first, *rest = plain_text.split("\n", 1)
     return DeviceError(
         message="\n".join([f"{first} ({means})", *rest]),
-        said=said,
+        plain_text=plain_text,
         advice=_cure(kind, ill, found, is_lost=is_lost),
         is_nobodys=kind.of in (GPU, GONE) or bool(ill),
         may_be_gpu=kind.of in (GPU, GONE, EITHER),
@@ -217,12 +217,12 @@ def _kind(error: BaseException) -> _Kind | None:
     if not isinstance(error, RuntimeError):
         return None
     text = str(error)
-    said = _SAYS_ERROR.search(text)
-    if said is not None:
-        number = getattr(error, "error_code", None) or said["of_nccl"] or said["of_torch"]
+    match = _SAYS_ERROR.search(text)
+    if match is not None:
+        number = getattr(error, "error_code", None) or match["of_nccl"] or match["of_torch"]
         by_code = next((kind for kind in _KINDS if number is not None and kind.code == int(number)), None)
         # a backtrace, which torch may add, may contain such words in function names
-        shown = text.partition(_CPP_STACK)[0][said.start() :]
+        shown = text.partition(_CPP_STACK)[0][match.start() :]
         found = by_code or next((kind for kind in _KINDS if kind.text in shown), None)
         if found is not None:
             return found
@@ -243,7 +243,7 @@ def _named(gpus: Sequence[int]) -> str:
     return f"GPU {gpus[0]}" if len(gpus) == 1 else f"one of GPU {', '.join(map(str, gpus))}"
 
 
-def _told(gpu: int, health: GpuHealth) -> str:
+def _health_text(gpu: int, health: GpuHealth) -> str:
     return f"GPU {gpu} {' and '.join(health.troubles)}" + (", its driver says" if health.has_answered else "")
 
 

@@ -87,8 +87,8 @@ def describe_failure(
     is_out_of_memory = not is_ours and _is_out_of_memory(error)
     is_lost_peer = is_peer_lost(error) and not _is_loader_lost(error)
     kind, message, advice = _worded(error)
-    is_told_otherwise = is_ours or is_lost_peer or is_out_of_memory or _LOADER_MARK in str(error)
-    device = None if is_told_otherwise else device_error(error, gpus, ask_driver)
+    has_other_cause = is_ours or is_lost_peer or is_out_of_memory or _LOADER_MARK in str(error)
+    device = None if has_other_cause else device_error(error, gpus, ask_driver)
     if is_out_of_memory:
         message, advice = _out_of_memory_worded(error, message, microbatch_size)
     elif device is not None:
@@ -129,7 +129,7 @@ def _shortened(text: str) -> str:
     return text if left_out <= 0 else f"{text[:half]}\n… {left_out:,} characters are left out …\n{text[-half:]}"
 
 
-def leave_word(describe: Callable[[AskDriver | None], FailureRecord], report_fd: int | None) -> FailureRecord:
+def write_failure_report(describe: Callable[[AskDriver | None], FailureRecord], report_fd: int | None) -> FailureRecord:
     """Write the failure report of this process, and a second time with the driver's information on its GPU.
 
     The first report is without it: when a GPU fails, NCCL's watchdog may abort the process at any moment.
@@ -179,7 +179,7 @@ def is_peer_lost(error: BaseException) -> bool:
     return any(words in str(error).lower() for words in _PEER_LOST_WORDS)
 
 
-def told_undisturbed(tell: Callable[[], int]) -> int:
+def report_undisturbed(report: Callable[[], int]) -> int:
     """Write the failure report of this process, even if another error interrupts it.
 
     The death of a loader is reported to a rank twice: by its queue, and by torch's signal handler, which raises
@@ -187,9 +187,9 @@ def told_undisturbed(tell: Callable[[], int]) -> int:
     """
     before = signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGCHLD,))
     try:
-        return tell()
+        return report()
     except RuntimeError:
-        return tell()
+        return report()
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
@@ -221,7 +221,7 @@ def _worded(error: BaseException) -> tuple[str, str, str | None]:
     if _is_loader_lost(error):
         return kind, f"a loader process was killed or crashed ({message.strip()})", _LOADER_ADVICE
     if _LOADER_MARK in message:
-        return kind, _said_in_loader(message), None
+        return kind, _message_of_loader(message), None
     if (misfit := library_for_another_torch(error)) is not None:
         return kind, misfit, None
     if _NO_GRADIENT in message and _is_in_evaluation(error):
@@ -241,15 +241,15 @@ def _is_out_of_memory(error: BaseException) -> bool:
 
 def _out_of_memory_worded(error: BaseException, message: str, microbatch_size: int | None) -> tuple[str, str]:
     """Return the exception's message, without the allocator's advice, and a cure."""
-    said = message.partition(" Of the allocated memory")[0] or "out of memory"
+    text = message.partition(" Of the allocated memory")[0] or "out of memory"
     if _is_in_evaluation(error):
-        return said, f"use a smaller --eval-batch-size, {_OTHER_ROOM}"
+        return text, f"use a smaller --eval-batch-size, {_OTHER_ROOM}"
     if microbatch_size == 1:
-        return said, f"one sample at a time is too much for this device: use {_OTHER_ROOM}"
+        return text, f"one sample at a time is too much for this device: use {_OTHER_ROOM}"
     fewer = (
         "a smaller --microbatch-size" if microbatch_size is None else f"--microbatch-size {-(-microbatch_size // 2)}"
     )
-    return said, f"use {fewer} (the result stays the same), --precision bf16, or more devices"
+    return text, f"use {fewer} (the result stays the same), --precision bf16, or more devices"
 
 
 def _is_loader_lost(error: BaseException) -> bool:
@@ -260,13 +260,13 @@ def _is_loader_lost(error: BaseException) -> bool:
     return any("torch/utils/data/dataloader.py" in frame.filename for frame in frames)
 
 
-def _said_in_loader(message: str) -> str:
+def _message_of_loader(message: str) -> str:
     """Return the message of an exception from a loader process, without the traceback that torch adds around it."""
     frames = list(_FRAME.finditer(message))
     after = message[frames[-1].end() :] if frames else message
-    said = [line for line in after.splitlines() if line and not line.startswith(" ")]
+    lines = [line for line in after.splitlines() if line and not line.startswith(" ")]
     where = re.search(r"DataLoader worker process (\d+)", message)
-    first, *rest = said or [message]  # notes, such as the index of the sample, are on separate lines
+    first, *rest = lines or [message]  # notes, such as the index of the sample, are on separate lines
     text = first.partition(": ")[2] or first
     return "\n".join([f"{text} (in loader process {where[1]})" if where else text, *rest])
 
@@ -312,4 +312,4 @@ def _shown_traceback(error: BaseException, device: DeviceError | None, *, has_us
     if not has_user_line or _LOADER_MARK in str(error) or isinstance(error, SystemExit):
         return None
     shown = traceback_in_user_code(error)
-    return shown if device is None else shown.replace(str(error).strip(), device.said)
+    return shown if device is None else shown.replace(str(error).strip(), device.plain_text)

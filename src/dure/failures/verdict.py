@@ -10,7 +10,7 @@ from dure.failures.record import CodeLine, Departure, FailureRecord, failure_fil
 from dure.process.stop_signals import STOP_SIGNALS, signal_name, stop_exit_code
 from dure.units import format_bytes
 
-_SAID_BY_SIGNAL: dict[int, str] = {
+_TEXT_BY_SIGNAL: dict[int, str] = {
     signal.SIGKILL: "killed (SIGKILL): by somebody, or by the kernel when memory ran out",
     signal.SIGSEGV: "ended by a crash in native code (SIGSEGV)",
     signal.SIGABRT: "ended by an abort in native code (SIGABRT)",
@@ -22,10 +22,10 @@ _KILLED_BY_SOMEBODY = (
 )
 
 STOP_ENDS: Mapping[int, int] = {
-    number_said: number
+    code: number
     for number in STOP_SIGNALS
     # an exit code means an orderly stop; a signal, that the rank had only just started, or was exiting
-    for number_said in (stop_exit_code(number), -number)
+    for code in (stop_exit_code(number), -number)
 }
 """Signal that requested a stop, by the exit code of a rank that followed it."""
 
@@ -95,13 +95,13 @@ def judge(
         return None
     first = _first_cause(ends, failures)
     failure = failures[first.rank]
-    told = (
+    headline = (
         _silent_end(first, len(ends), cure, is_script=is_script)
         if failure is None
-        else _told(first, failure, len(ends), run, is_script=is_script)
+        else _failure_text(first, failure, len(ends), run, is_script=is_script)
     )
     others = [end for end in failed if end is not first]
-    lines = [told, *(_waits(first, others, failures) if failure is None else ())]
+    lines = [headline, *(_waits(first, others, failures) if failure is None else ())]
     same = [e for e in others if (f := failures[e.rank]) and failure and f.message == failure.message]
     followed = [e for e in others if e not in same]
     if len(ends) > 1 and followed and not (failure and failure.is_misuse):
@@ -129,8 +129,8 @@ def _is_consequence(end: WorkerEnd, failure: FailureRecord | None) -> bool:
 def _first_cause(ends: list[WorkerEnd], failures: Mapping[int, FailureRecord | None]) -> WorkerEnd:
     def order(end: WorkerEnd) -> tuple[bool, bool, float, int]:
         failure = failures[end.rank]
-        told = end.time if failure is None else failure.time
-        return _is_consequence(end, failure), end.was_stopped, told, end.rank
+        reported_at = end.time if failure is None else failure.time
+        return _is_consequence(end, failure), end.was_stopped, reported_at, end.rank
 
     failed = _failed(ends)
     first = min(failed, key=order)
@@ -157,7 +157,7 @@ def _unsaid_cause(ends: list[WorkerEnd], failed: list[WorkerEnd]) -> WorkerEnd |
     return min(left, key=lambda end: end.time, default=None) or next(iter(hung), None)
 
 
-def _told(end: WorkerEnd, failure: FailureRecord, num_ranks: int, run: Path, *, is_script: bool = False) -> str:
+def _failure_text(end: WorkerEnd, failure: FailureRecord, num_ranks: int, run: Path, *, is_script: bool = False) -> str:
     if failure.is_ours:
         return failure.message + (f"\n  said by {end.name(num_ranks)}" if end.node else "")
     where = "" if not failure.step else f" after step {failure.step}"
@@ -191,12 +191,12 @@ def in_brief(end: WorkerEnd, num_ranks: int) -> str:
         return _left(end, who).partition("\n")[0] + _place(end.departure.user_line)
     if failure is None:
         return _silent_end(end, num_ranks).partition(";")[0]
-    said = failure.message.partition("\n")[0]
+    message = failure.message.partition("\n")[0]
     if failure.go_back_to is not None:
-        return said  # it names the diverged rank, not the one that reports it
+        return message  # it names the diverged rank, not the one that reports it
     if failure.is_ours:
-        return f"{who} failed: {said}"
-    return f"{who} failed: {failure.type}: {said}{_place(failure.user_line)}"
+        return f"{who} failed: {message}"
+    return f"{who} failed: {failure.type}: {message}{_place(failure.user_line)}"
 
 
 def _silent_end(end: WorkerEnd, num_ranks: int, cure: str = "", *, is_script: bool = False) -> str:
@@ -205,12 +205,12 @@ def _silent_end(end: WorkerEnd, num_ranks: int, cure: str = "", *, is_script: bo
         return f"{who} did not answer, and the others waited in vain; it was ended"
     if end.exit_code < 0:
         number = -end.exit_code
-        said = _SAID_BY_SIGNAL.get(number, f"ended by {signal_name(number)}")
+        how = _TEXT_BY_SIGNAL.get(number, f"ended by {signal_name(number)}")
         if end.is_out_of_memory is not None:
-            said = _killed_for_memory(end.memory_limit_bytes) if end.is_out_of_memory else _KILLED_BY_SOMEBODY
+            how = _killed_for_memory(end.memory_limit_bytes) if end.is_out_of_memory else _KILLED_BY_SOMEBODY
         line = users_frame(end.crash)
         where = "" if line is None else f" at {line}"
-        return f"{who} was {said}{where}{cure and '; '}{cure}"
+        return f"{who} was {how}{where}{cure and '; '}{cure}"
     if is_script:
         return _left(end, end.name(num_ranks, "the script"))
     return (

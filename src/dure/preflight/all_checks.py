@@ -152,13 +152,13 @@ def gather_long(nodes: Nodes, mine: Any) -> list[Any]:
     text = json.dumps(mine)
     pieces = [text[start : start + _PIECE_CHARACTERS] for start in range(0, len(text), _PIECE_CHARACTERS)]
     counts = nodes.gather(len(pieces))
-    heard = []
+    gathered = []
     for rank, count in enumerate(counts):
         parts = [
             nodes.gather(pieces[number] if rank == nodes.me.node_rank else None)[rank] for number in range(int(count))
         ]
-        heard.append(parse_json("".join(parts)))
-    return heard
+        gathered.append(parse_json("".join(parts)))
+    return gathered
 
 
 def _folder_seen(nodes: Nodes, runs: Space) -> list[tuple[str, bool]]:

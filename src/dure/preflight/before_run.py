@@ -18,10 +18,10 @@ def refuse_unless_ready(settings: PreflightSettings, *, is_quiet: bool = False) 
     """
     report = preflight(settings)
     if report.failures:
-        lines = [f"  {finding.name}: {report.told(finding)}" for finding in report.failures]
+        lines = [f"  {finding.name}: {report.sentence_of(finding)}" for finding in report.failures]
         raise EnvironmentLacks("\n".join([f"the preflight says: {report.verdict}", *lines]))
     if is_quiet:
         return
     for finding in report.warnings:
-        tell(f"preflight: warning: {finding.name}: {report.told(finding)}")
+        tell(f"preflight: warning: {finding.name}: {report.sentence_of(finding)}")
     tell(f"preflight: {report.verdict}")

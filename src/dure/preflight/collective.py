@@ -103,9 +103,9 @@ def try_collective(
     seconds = time.perf_counter() - began
     if outcome.stopped_by is not None:
         raise Interrupted("the preflight was stopped", stop_exit_code(outcome.stopped_by))
-    nodes.begin_anew()
-    told = gather(asdict(NodeProgress(seconds=seconds, ranks=tuple(mine))))
-    of_nodes = [record_of_node(NodeProgress, one, node) for node, one in enumerate(told)]
+    nodes.reset()
+    gathered = gather(asdict(NodeProgress(seconds=seconds, ranks=tuple(mine))))
+    of_nodes = [record_of_node(NodeProgress, one, node) for node, one in enumerate(gathered)]
     ranks = [progress for of_node in of_nodes for progress in of_node.ranks]
     where = [names[node] if len(names) > 1 else "" for node, of_node in enumerate(of_nodes) for _ in of_node.ranks]
     # all nodes report the same time: not each its own measurement
@@ -170,21 +170,21 @@ def judged(
         backend: Backend of their calls.
         seconds: Duration including their start and end.
     """
-    wrong = [(progress.rank, said) for progress in ranks for said in progress.wrong]
+    wrong = [(progress.rank, operation) for progress in ranks for operation in progress.wrong]
     if wrong:
-        rank, said = wrong[0]
+        rank, operation = wrong[0]
         more = f"; {len(wrong) - 1} more on {len({rank for rank, _ in wrong})} rank(s)" if len(wrong) > 1 else ""
         cure = (
             "train nothing with this: try another --backend and fewer ranks, look at the memory and the links of that "
             "host, and with NCCL set NCCL_P2P_DISABLE=1 to see whether a link between GPUs is bad"
         )
-        seen = f"{_name(rank, where)} got a wrong result of {said}{more}"
+        seen = f"{_name(rank, where)} got a wrong result of {operation}{more}"
         return [failure(NAME, seen, "results must be right", cure)]
     if all(progress.is_through for progress in ranks) and all(end.exit_code == 0 for end in ends):
         large = max(progress.seconds["all_reduce of 4 MiB"] for progress in ranks)
         all_pairs = len(ranks) * (len(ranks) - 1) // 2
-        told = f"{len(ranks)} ranks over {backend}: sums right, {len(ranks)} broadcasts, {all_pairs} pair(s)"
-        return [ok(NAME, f"{told}; 4 MiB the first time in {1000 * large:.0f} ms, all in {format_seconds(seconds)}")]
+        summary = f"{len(ranks)} ranks over {backend}: sums right, {len(ranks)} broadcasts, {all_pairs} pair(s)"
+        return [ok(NAME, f"{summary}; 4 MiB the first time in {1000 * large:.0f} ms, all in {format_seconds(seconds)}")]
     return [_blamed(ranks, {end.rank: end for end in ends}, where, limit_seconds, is_nccl=backend == "nccl")]
 
 
@@ -213,7 +213,7 @@ def _blamed(
     waiting = [
         progress
         for progress in late
-        if _has_said(end := ends.get(progress.rank)) or (is_nccl and end is not None and _was_aborted(end))
+        if _has_reported(end := ends.get(progress.rank)) or (is_nccl and end is not None and _was_aborted(end))
     ]
     if held:
         # ranks that waited may have had no time left to report it
@@ -259,15 +259,15 @@ def _was_aborted(end: WorkerEnd) -> bool:
     return end.exit_code == -signal.SIGABRT and end.failure is None and not end.was_stopped
 
 
-def _has_said(end: WorkerEnd | None) -> bool:
+def _has_reported(end: WorkerEnd | None) -> bool:
     return end is not None and end.failure is not None
 
 
 def _reason(end: WorkerEnd, num_ranks: int) -> str:
     if end.failure is None:
         return in_brief(end, num_ranks).removeprefix(f"{end.name(num_ranks)} was ")
-    said = end.failure.message.strip().partition("\n")[0]
-    return said if end.failure.is_ours else f"{end.failure.type}: {said}"
+    message = end.failure.message.strip().partition("\n")[0]
+    return message if end.failure.is_ours else f"{end.failure.type}: {message}"
 
 
 def _behind(ranks: Sequence[RankProgress]) -> list[RankProgress]:

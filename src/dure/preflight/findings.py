@@ -104,15 +104,15 @@ class Report:
         hosts = f" of {len(self.names)} hosts" if len(self.names) > 1 else ""
         return f"ready: {num_checks} checks{hosts} in {self.seconds:.1f} s, {warnings or 'no warnings'}"
 
-    def told_nodes(self, finding: Finding) -> str:
+    def nodes_text(self, finding: Finding) -> str:
         """Return the names of the nodes to which a finding applies, if there are several."""
         if len(self.names) < 2 or not finding.nodes or len(finding.nodes) == len(self.names):
             return ""
         return ", ".join(self.names[node] for node in finding.nodes)
 
-    def told(self, finding: Finding) -> str:
+    def sentence_of(self, finding: Finding) -> str:
         """Return a finding as one sentence, with its nodes."""
-        nodes = self.told_nodes(finding)
+        nodes = self.nodes_text(finding)
         return f"{nodes}: {finding.text}" if nodes else finding.text
 
     def to_json(self) -> dict[str, Any]:

@@ -30,7 +30,7 @@ def gpu_checks(facts: HostFacts, *, share_devices: bool) -> list[Finding]:
         *(list(_room(used)) or [ok("GPU memory", f"{format_bytes(min(gpu.free_bytes for gpu in used))} free on each")]),
         *(list(_health(used)) or [ok("GPU health", "no memory errors, nothing slows them down")]),
         *_peers(facts.gpus, used),
-        *(list(_links(used)) or [ok("GPU links", _told_links(used))]),
+        *(list(_links(used)) or [ok("GPU links", _links_text(used))]),
     ]
 
 
@@ -69,8 +69,8 @@ def _too_few(facts: HostFacts, needed: int) -> Finding:
 
 def _named(facts: GpuFacts, used: tuple[Gpu, ...]) -> str:
     kinds = Counter(gpu.name for gpu in used)
-    told = ", ".join(f"{count} x {name}" for name, count in kinds.items())
-    return f"{told}, driver {facts.driver} (up to CUDA {facts.cuda_of_driver or '?'})"
+    models = ", ".join(f"{count} x {name}" for name, count in kinds.items())
+    return f"{models}, driver {facts.driver} (up to CUDA {facts.cuda_of_driver or '?'})"
 
 
 def _usable(used: tuple[Gpu, ...], *, share_devices: bool) -> Iterator[Finding]:
@@ -203,22 +203,22 @@ def _links(used: tuple[Gpu, ...]) -> Iterator[Finding]:
         )
 
 
-def _told_links(used: tuple[Gpu, ...]) -> str:
+def _links_text(used: tuple[Gpu, ...]) -> str:
     """Return the links between the GPUs as text, with equal ones merged."""
-    told = Counter(f"{_told_nvlinks(gpu)}{_told_pcie(gpu)}" for gpu in used)
-    if len(told) == 1 and len(used) > 1:
-        return f"each {next(iter(told))}"
-    return "; ".join(f"GPU {gpu.index} {_told_nvlinks(gpu)}{_told_pcie(gpu)}" for gpu in used)
+    counts = Counter(f"{_nvlinks_text(gpu)}{_pcie_text(gpu)}" for gpu in used)
+    if len(counts) == 1 and len(used) > 1:
+        return f"each {next(iter(counts))}"
+    return "; ".join(f"GPU {gpu.index} {_nvlinks_text(gpu)}{_pcie_text(gpu)}" for gpu in used)
 
 
-def _told_nvlinks(gpu: Gpu) -> str:
+def _nvlinks_text(gpu: Gpu) -> str:
     if not gpu.nvlinks:
         return ""
     ends = " and ".join(f"{count} to {end}" for end, count in sorted(gpu.nvlinks.items()))
     return f"NVLink {gpu.nvlink_version} x {ends}, "
 
 
-def _told_pcie(gpu: Gpu) -> str:
+def _pcie_text(gpu: Gpu) -> str:
     if gpu.pcie_width is None or gpu.pcie_generation is None:
         return "PCIe not known"
     least = gpu.most_pcie_generation or gpu.pcie_generation

@@ -136,19 +136,21 @@ def _memory_and_cores(facts: HostFacts, settings: PreflightSettings) -> list[Fin
     else:
         found.append(ok("memory", f"{format_bytes(each)} available to each rank"))
     wanted, cores = facts.num_ranks * facts.threads, facts.cores
-    told = f"{facts.num_ranks} rank(s) of {facts.threads} thread(s)"
+    demand = f"{facts.num_ranks} rank(s) of {facts.threads} thread(s)"
     quota = facts.cpu_quota
     if quota is not None and quota < min(wanted, cores):
         fitting = max(1, int(quota) // facts.num_ranks)
         cure = f"use --threads {fitting}" if fitting < facts.threads else "use a smaller --nproc"
         seen = f"the container may use {quota:g} cores at a time, of {cores}"
-        found.append(warning("cores", seen, f"{told} want {wanted}, and are held up in turns", f"{cure}, or raise it"))
+        found.append(
+            warning("cores", seen, f"{demand} want {wanted}, and are held up in turns", f"{cure}, or raise it")
+        )
     elif wanted > cores:
         fitting = cores // facts.num_ranks
         cure = f"use --threads {fitting}" if fitting else f"use --nproc {cores}, if devices are not what counts"
-        found.append(warning("cores", f"{cores} cores are here", f"{told} want {wanted}, and take turns", cure))
+        found.append(warning("cores", f"{cores} cores are here", f"{demand} want {wanted}, and take turns", cure))
     else:
-        found.append(ok("cores", f"{told} on {cores} cores"))
+        found.append(ok("cores", f"{demand} on {cores} cores"))
     return found
 
 

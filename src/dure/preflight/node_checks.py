@@ -15,11 +15,11 @@ _MUST_BE_SAME = ("Python", "torch", "dure", "CUDA", "NCCL")
 _SAFELY_DIFFERENT = ("NVIDIA driver",)
 
 
-def version_checks(told: Sequence[Mapping[str, str | None]], names: Sequence[str]) -> list[Finding]:
+def version_checks(software_of_nodes: Sequence[Mapping[str, str | None]], names: Sequence[str]) -> list[Finding]:
     """Compare the software of all nodes."""
     found = []
     for software in (*_MUST_BE_SAME, *_SAFELY_DIFFERENT):
-        versions = [versions.get(software) for versions in told]
+        versions = [versions.get(software) for versions in software_of_nodes]
         different = [rank for rank, version in enumerate(versions) if version != versions[0]]
         if not different:
             continue
@@ -33,8 +33,8 @@ def version_checks(told: Sequence[Mapping[str, str | None]], names: Sequence[str
         else:
             rule = "ranks of different versions may fail or compute something else"
             found.append(failure("versions", seen, rule, f"install the same {software} on all nodes", pair))
-    known = [f"{name} {version}" for name, version in told[0].items() if version is not None]
-    return found or [ok("versions", ", ".join(known) + (" on all nodes" if len(told) > 1 else ""))]
+    known = [f"{name} {version}" for name, version in software_of_nodes[0].items() if version is not None]
+    return found or [ok("versions", ", ".join(known) + (" on all nodes" if len(software_of_nodes) > 1 else ""))]
 
 
 def device_check(facts: Sequence[HostFacts], names: Sequence[str]) -> list[Finding]:
@@ -109,11 +109,11 @@ def clock_check(attempts: Sequence[Attempt], names: Sequence[str]) -> list[Findi
         return [skipped("clocks", "there is one host")]
     found, worst = [], (0.0, 0.0)
     for rank in range(1, len(names)):
-        told = clock_ahead(attempts, rank)
-        if told is None:
+        offset = clock_ahead(attempts, rank)
+        if offset is None:
             found.append(skipped("clocks", f"{names[rank]} and {names[0]} did not reach each other"))
             continue
-        ahead, give_or_take = told
+        ahead, give_or_take = offset
         worst = max(worst, (abs(ahead), give_or_take))
         if abs(ahead) - give_or_take > _MOST_CLOCK_SECONDS:
             way = "ahead of" if ahead > 0 else "behind"

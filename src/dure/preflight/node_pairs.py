@@ -93,7 +93,7 @@ def try_pairs(
         here = Listening(address=address, port=int(door.address[1]))
     except OSError as error:
         here = Listening(address=address, said=error.strerror or str(error))
-    doors = [record_of_node(Listening, told, rank) for rank, told in enumerate(nodes.gather(asdict(here)))]
+    doors = [record_of_node(Listening, record, rank) for rank, record in enumerate(nodes.gather(asdict(here)))]
     if door is None:
         return _shared(nodes, _tried(nodes.me.node_rank, doors, secret, patience_seconds, clock))
     with closing(door):
@@ -112,8 +112,8 @@ def _shared(nodes: Nodes, mine: Sequence[Attempt]) -> list[Attempt]:
     found: list[Attempt] = []
     for rank in range(len(nodes.members)):
         # one node at a time, because the texts of all would not fit into one message
-        told = nodes.gather([asdict(attempt) for attempt in mine] if rank == nodes.me.node_rank else None)[rank]
-        found += [record_of_node(Attempt, attempt, rank) for attempt in told]
+        results = nodes.gather([asdict(attempt) for attempt in mine] if rank == nodes.me.node_rank else None)[rank]
+        found += [record_of_node(Attempt, attempt, rank) for attempt in results]
     return found
 
 
@@ -152,8 +152,8 @@ def _attempted(attempt: Attempt, port: int, secret: bytes, deadline: float, cloc
         family, address = _resolved(attempt.address, port)
         channel = knock(family, address, secret, timeout_seconds=max(0.1, deadline - time.monotonic()))
     except OSError as error:
-        cause, said = _cause(error)
-        return replace(attempt, cause=cause, said=said)
+        cause, reason = _cause(error)
+        return replace(attempt, cause=cause, said=reason)
     with closing(channel):
         try:
             round_trip, ahead = _clocks(channel, deadline, clock)
@@ -169,18 +169,18 @@ def _attempted(attempt: Attempt, port: int, secret: bytes, deadline: float, cloc
 
 def _cause(error: OSError) -> tuple[str, str]:
     """Return the reason why a node does not reply."""
-    said = error.strerror or str(error)
+    reason = error.strerror or str(error)
     if isinstance(error, HandshakeRefused):
-        return "stranger", said
+        return "stranger", reason
     if isinstance(error, ConnectionRefusedError):
-        return "refused", said
+        return "refused", reason
     if isinstance(error, TimeoutError):
         return "silent", "timed out"
     if error.errno in (errno.ENETUNREACH, errno.EHOSTUNREACH, errno.EADDRNOTAVAIL, errno.ENETDOWN):
-        return "no route", said
+        return "no route", reason
     if error.errno in (errno.EPERM, errno.EACCES):
-        return "forbidden", said
-    return ("stranger" if isinstance(error, ChannelClosed) else "other"), said
+        return "forbidden", reason
+    return ("stranger" if isinstance(error, ChannelClosed) else "other"), reason
 
 
 def _clocks(channel: Channel, deadline: float, clock: Callable[[], float]) -> tuple[float, float]:
@@ -230,12 +230,12 @@ def _answer(door: Door, is_done: threading.Event, clock: Callable[[], float]) ->
             guest.close()
 
 
-def _answered(guest: Channel, has_word: bool, clock: Callable[[], float]) -> bool:
+def _answered(guest: Channel, has_data: bool, clock: Callable[[], float]) -> bool:
     """Reply to a guest's requests; False if it has left."""
     with suppress(ValueError):  # it is no ping, or the reply would be too long
         try:
             guest.flush()
-            for message in guest.receive() if has_word else ():
+            for message in guest.receive() if has_data else ():
                 guest.send(asdict(Pong(time=clock(), text=record_from_json(Ping, message).text)))
             return True
         except ChannelClosed:

@@ -5,14 +5,14 @@ from dure.documents import DocumentInvalid
 from dure.errors import Misuse
 
 
-def record_of_node(kind: type[Record], told: object, rank: int) -> Record:
+def record_of_node(kind: type[Record], value: object, rank: int) -> Record:
     """Return the value that a node has sent to all as a record.
 
     Raises:
         Misuse: It is not one.
     """
     try:
-        return record_from_json(kind, told)
+        return record_from_json(kind, value)
     except DocumentInvalid as error:
         raise Misuse(
             f"node {rank} speaks another protocol (its {kind.__name__} {error}): install the same version of dure on "

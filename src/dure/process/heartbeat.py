@@ -84,18 +84,18 @@ class Heartbeats:
 
     def last(self, rank: int) -> Beat:
         """Return the last heartbeat of a rank."""
-        step, told, phase, count, sequence = _BEAT.unpack_from(self._memory, rank * _LINE_BYTES)
-        if not told:
+        step, written_at, phase, count, sequence = _BEAT.unpack_from(self._memory, rank * _LINE_BYTES)
+        if not written_at:
             return Beat(step=-1, time=0.0)
-        return Beat(step=step, time=told, phase=PHASES[phase], count=count, sequence=sequence)
+        return Beat(step=step, time=written_at, phase=PHASES[phase], count=count, sequence=sequence)
 
     def paces(self, rank: int) -> dict[str, Pace]:
         """Return a rank's pace in each phase."""
         begin = rank * _LINE_BYTES + _PACES_BYTES
-        told = _PACE.iter_unpack(self._memory[begin : begin + len(PHASES) * _PACE.size])
+        entries = _PACE.iter_unpack(self._memory[begin : begin + len(PHASES) * _PACE.size])
         return {
             phase: Pace(count=count, seconds=seconds, longest_seconds=longest)
-            for phase, (count, seconds, longest) in zip(PHASES, told, strict=True)
+            for phase, (count, seconds, longest) in zip(PHASES, entries, strict=True)
         }
 
     def forget(self) -> None:

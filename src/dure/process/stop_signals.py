@@ -62,13 +62,13 @@ def signal_name(number: int) -> str:
     return signal.Signals(number).name
 
 
-def heeded_signals() -> tuple[signal.Signals, ...]:
+def handled_signals() -> tuple[signal.Signals, ...]:
     """Return the stop signals that this process does not ignore: `nohup` ignores SIGHUP."""
     is_deaf = signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
     return tuple(number for number in STOP_SIGNALS if not (is_deaf and number == signal.SIGHUP))
 
 
-def is_said_again(number: int, seconds_since_first: float) -> bool:
+def is_repeated_signal(number: int, seconds_since_first: float) -> bool:
     """Return whether a stop signal after the first one only repeats it, and does not show impatience.
 
     `timeout` sends its signal to the command and then to its whole group. When a terminal closes, both the shell and

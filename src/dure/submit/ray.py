@@ -15,7 +15,7 @@ from typing import Any
 from dure.cluster.rank import RankInfo
 from dure.errors import EnvironmentLacks, Interrupted, WorkerFailed
 from dure.failures.verdict import STOP_ENDS
-from dure.process.stop_signals import heeded_signals, signal_name, stop_exit_code
+from dure.process.stop_signals import handled_signals, signal_name, stop_exit_code
 from dure.submit.job import Job
 from dure.submit.ray_rank import Look, RayRank
 from dure.terminal import pass_on, shell_word, tell
@@ -262,7 +262,7 @@ def _keeping_signals() -> Iterator[list[int]]:
     if threading.current_thread() is not threading.main_thread():
         yield received
         return
-    before = {number: signal.signal(number, keep) for number in heeded_signals()}
+    before = {number: signal.signal(number, keep) for number in handled_signals()}
     try:
         yield received
     finally:

@@ -17,7 +17,7 @@ from dure.comm.groups import Group
 from dure.errors import DureError, LossNotFinite, Misuse, TaskInvalid
 from dure.failures.device_errors import AskDriver
 from dure.failures.record import FailureRecord, failure_file, failure_to_json
-from dure.failures.report import describe_failure, is_peer_lost, leave_word, told_undisturbed
+from dure.failures.report import describe_failure, is_peer_lost, report_undisturbed, write_failure_report
 from dure.process.context import CUT, Place
 from dure.process.heartbeat import Heartbeats
 from dure.process.jobs import EvaluateJob, TrainJob
@@ -83,7 +83,7 @@ class Worker:
                 stop.defer()  # the process is ending, and a signal now must not prevent its report
             except StoppedAtOnce:  # a signal was already due; `_fail` sees it
                 stop.defer()
-            code = told_undisturbed(lambda: self._fail(failure, stop))
+            code = report_undisturbed(lambda: self._fail(failure, stop))
             # frames keep the model, DDP and loader processes alive, and these the process group
             traceback.clear_frames(error.__traceback__)
         self._leave_disorderly()
@@ -229,7 +229,7 @@ class Worker:
         def describe(ask_driver: AskDriver | None) -> FailureRecord:
             return describe_failure(error, rank, self.step, self.microbatch_size, self.gpus, ask_driver)
 
-        failure = leave_word(describe, self.place.report_fd)
+        failure = write_failure_report(describe, self.place.report_fd)
         with suppress(DureError):  # a full disk is reported through the descriptor
             self.run.write_json(failure_file(rank), failure_to_json(failure))
             # one rank records it: the first whose loss was not finite, because the others may not know

@@ -199,7 +199,7 @@ def test_silence_when_it_was_no_hang_then_is_looked_at_again_ten_seconds_later(r
     ranks.steps(1, phase="starting")
     ranks.watchdog.note_calls(0, 1)
     seconds = ranks.wait(11.0)
-    ranks.watchdog.told_nothing(seconds)
+    ranks.watchdog.report_again_soon(seconds)
     assert ranks.wait(9.5) is None
     assert ranks.wait(1.5) == pytest.approx(seconds + 10.5, abs=0.6)
 

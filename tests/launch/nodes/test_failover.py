@@ -61,7 +61,7 @@ class CutOff:
         with self.deaf:
             try:
                 return LeaderFailover(
-                    said=Join(num_nodes="1:2", node_rank=1, host="host1", num_ranks=1, facts={}),
+                    join=Join(num_nodes="1:2", node_rank=1, host="host1", num_ranks=1, facts={}),
                     folder=str(self.run),
                     secret_file=self.run / "secret",
                     port=0,

@@ -315,7 +315,7 @@ def test_node_when_it_is_asked_to_stop_then_the_other_hears_it_once(two):
     two[1].exchange_signals(theirs)
     until(two[0], lambda: two[0]._signals)
     assert two[0].exchange_signals(mine) == mine == [signal.SIGTERM]
-    two[0].tell_ending("stopped")
+    two[0].send_ending("stopped")
     until(two[1], lambda: two[1].news.endings)
     assert two[1].exchange_signals(theirs) == []
 
@@ -390,7 +390,7 @@ def test_ends_when_all_nodes_have_finished_then_each_has_all_in_node_zeros_time(
                 lambda node, mine: node.finish_round(mine, {}, lambda: True, has_snapshots=False), (zero, one), ends
             )
         )
-        zero.tell_outcome(refusal="no more")
+        zero.send_outcome(refusal="no more")
         until(one, lambda: one.is_over)
         told = zero.news.ends, one.news.ends
     assert one.over.refusal == "no more"

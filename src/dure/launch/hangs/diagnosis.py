@@ -92,7 +92,7 @@ def verdict_from_json(data: Mapping[str, Any]) -> HangVerdict:
     )
 
 
-def tell_of_hang(run: RunDir | None, verdict: HangVerdict) -> None:
+def print_and_save_hang(run: RunDir | None, verdict: HangVerdict) -> None:
     """Print the verdict, and save it if this launcher writes the run's folder."""
     with suppress(DureError):
         if run is not None:
@@ -117,7 +117,7 @@ def explain(states: Sequence[RankState], silent_seconds: float) -> HangVerdict:
     for group in _alike(places):
         first = group[0]
         progress = _progress([place.state for place in group], with_sequence=is_one_mute)
-        lines.append(f"  {_ranks(group)} {_said(group)}{_at(first.line)}{progress}")
+        lines.append(f"  {_ranks(group)} {_activity(group)}{_at(first.line)}{progress}")
         text = _source(first.line)
         if text:
             lines.append(f"    {text}")
@@ -136,8 +136,8 @@ def _where(state: RankState, world: Sequence[int]) -> Where:
         how = f"exit code {state.exit_code}" if state.exit_code >= 0 else signal_name(-state.exit_code)
         return Where(state=state, waits_in=None, what=f"has left with {how}", line=None)
     if state.is_stopped:
-        said = f"was stopped from outside (SIGSTOP, Ctrl-Z or a debugger); `kill -CONT {state.pid}` lets it go on"
-        return Where(state=state, waits_in=None, what=said, line=line)
+        what = f"was stopped from outside (SIGSTOP, Ctrl-Z or a debugger); `kill -CONT {state.pid}` lets it go on"
+        return Where(state=state, waits_in=None, what=what, line=line)
     wait = wait_of(state, users_frame(state.main))
     if wait is None:
         return Where(state=state, waits_in=None, what=_doing(state), line=line)
@@ -204,8 +204,8 @@ def _blame(places: Sequence[Where]) -> _Blame:
     alike = next(iter(_alike(here)), [])
     if len(here) > len(alike) > 0:
         return _Blame(culprits=[], reason="no rank waits for another, and none gets on")
-    said = f"{_ranks(alike)} {_said(alike)}{_at(alike[0].line)}" if alike else "there is no rank"
-    return _Blame(culprits=[], reason=said)
+    described = f"{_ranks(alike)} {_activity(alike)}{_at(alike[0].line)}" if alike else "there is no rank"
+    return _Blame(culprits=[], reason=described)
 
 
 def _blamed(culprits: Sequence[Where], places: Sequence[Where], edges: Mapping[int, set[int]]) -> _Blame:
@@ -213,21 +213,21 @@ def _blamed(culprits: Sequence[Where], places: Sequence[Where], edges: Mapping[i
     ranks = _ranks_of(culprits)
     others = [place for place in places if place not in culprits]
     waiting = [place for place in others if edges.get(place.state.rank, set()) & set(ranks)]
-    said = "; ".join(f"{_ranks(group)} {_said(group)}{_at(group[0].line)}" for group in _shown(culprits))
+    described = "; ".join(f"{_ranks(group)} {_activity(group)}{_at(group[0].line)}" for group in _shown(culprits))
     return _Blame(
         culprits=ranks,
-        reason=f"{said}{_waited_for(waiting)}",
+        reason=f"{described}{_waited_for(waiting)}",
         is_certain=all(place.will_not_go_on for place in culprits),
     )
 
 
 def _disagreement(circle: Sequence[Where]) -> _Blame:
     """Describe the disagreement of ranks that wait for each other."""
-    said = "; ".join(f"{_ranks(group)} {_said(group)}{_at(group[0].line)}" for group in _shown(circle))
+    described = "; ".join(f"{_ranks(group)} {_activity(group)}{_at(group[0].line)}" for group in _shown(circle))
     waits = [place.waits_in for place in circle if place.waits_in is not None]
     return _Blame(
         culprits=_minority(circle),
-        reason=f"{_why(waits)}: {said}",
+        reason=f"{_why(waits)}: {described}",
         # another thread of a rank may still make the awaited call
         is_certain=all(wait.is_followed and wait.is_main for wait in waits)
         and not any(_has_other_threads(place) for place in circle),
@@ -257,20 +257,20 @@ def _why(waits: Sequence[Wait]) -> str:
 def _same_call(stuck: Sequence[Where], num_ranks: int) -> _Blame:
     """Describe ranks that wait in calls which, as far as known, all have made."""
     waits = [place.waits_in for place in stuck if place.waits_in is not None]
-    said = "; ".join(f"{_ranks(group)} {_said(group)}{_at(group[0].line)}" for group in _shown(stuck))
+    described = "; ".join(f"{_ranks(group)} {_activity(group)}{_at(group[0].line)}" for group in _shown(stuck))
     if any(not wait.is_followed for wait in waits):
-        return _Blame(culprits=[], reason=said)
+        return _Blame(culprits=[], reason=described)
     if all(wait.is_same_as(waits[0]) for wait in waits):
         if len(waits) == len(waits[0].members or range(num_ranks)):
             who = "all ranks wait" if len(waits) == num_ranks else f"{_ranks(stuck)} wait"
             reason = f"{who} in the same call{_at(stuck[0].line)}: a link between them is cut or very slow"
             return _Blame(culprits=[], reason=reason)
-        return _Blame(culprits=[], reason=f"{said}, which the others have called too, and have finished")
+        return _Blame(culprits=[], reason=f"{described}, which the others have called too, and have finished")
     sizes = {wait.sizes for wait in waits}
     if all(wait.is_transfer for wait in waits):
         why = "the sizes of send and recv differ" if len(sizes) > 1 else "a link between them is cut or very slow"
-        return _Blame(culprits=_ranks_of(stuck) if len(sizes) > 1 else [], reason=f"{said}: {why}")
-    return _Blame(culprits=_minority(stuck), reason=f"ranks wait in different calls: {said}")
+        return _Blame(culprits=_ranks_of(stuck) if len(sizes) > 1 else [], reason=f"{described}: {why}")
+    return _Blame(culprits=_minority(stuck), reason=f"ranks wait in different calls: {described}")
 
 
 def _has_other_threads(place: Where) -> bool:
@@ -293,11 +293,11 @@ def _minority(places: Sequence[Where]) -> list[int]:
 
 
 def _waited_for(waiting: Sequence[Where]) -> str:
-    said = [
+    waits = [
         f"{_ranks(group)} {'wait' if len(group) > 1 else 'waits'} for it in {group[0].call}{_at(group[0].line)}"
         for group in _shown(waiting)
     ]
-    return f", and {'; '.join(said)}" if said else ""
+    return f", and {'; '.join(waits)}" if waits else ""
 
 
 def _alike(places: Sequence[Where]) -> list[list[Where]]:
@@ -332,7 +332,7 @@ def _ranks(places: Sequence[Where]) -> str:
     return f"rank {shown}" if len(numbers) == 1 else f"ranks {shown}"
 
 
-def _said(places: Sequence[Where]) -> str:
+def _activity(places: Sequence[Where]) -> str:
     """Return the activity of ranks as text, in the singular or the plural."""
     verb, space, rest = places[0].what.partition(" ")
     if len(places) > 1:

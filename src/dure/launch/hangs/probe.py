@@ -38,7 +38,9 @@ def examine(workers: Sequence[Worker], heartbeats: Heartbeats) -> list[RankState
     states = []
     for worker in workers:
         beat = heartbeats.last(worker.rank)
-        told = {} if worker.end is not None else _told(worker, answers.get(worker.rank), stacks.get(worker.rank))
+        fields = (
+            {} if worker.end is not None else _state_fields(worker, answers.get(worker.rank), stacks.get(worker.rank))
+        )
         state = RankState(
             rank=worker.rank,
             pid=worker.pid,
@@ -48,20 +50,20 @@ def examine(workers: Sequence[Worker], heartbeats: Heartbeats) -> list[RankState
             sequence=beat.sequence,
             exit_code=None if worker.end is None else worker.end.exit_code,
             busy_fraction=busy.get(worker.rank, 0.0),
-            **told,
+            **fields,
         )
         states.append(state)
     return states
 
 
-def _told(worker: Worker, answer: Mapping[str, Any] | None, stacks: Threads | None) -> dict[str, Any]:
+def _state_fields(worker: Worker, answer: Mapping[str, Any] | None, stacks: Threads | None) -> dict[str, Any]:
     """Return the fields of a rank's state, from its own reply or from the system."""
-    told: dict[str, Any] = {"is_stopped": is_stopped(worker.pid), "has_closed_socket": worker.questions.is_over}
+    fields: dict[str, Any] = {"is_stopped": is_stopped(worker.pid), "has_closed_socket": worker.questions.is_over}
     if answer is None:
         main, others = stacks or ((), ())
-        return {**told, "main": main, "others": others}
+        return {**fields, "main": main, "others": others}
     return {
-        **told,
+        **fields,
         "main": frames_from(answer["main"]),
         "others": tuple(frames_from(frames) for frames in answer["others"]),
         "collectives": tuple(collective_from(one) for one in answer["collectives"]),
@@ -111,10 +113,10 @@ def _ask_by_signal(worker: Worker) -> None:
     """Send the signal to the observing thread, because in any other it would interrupt a system call of the script."""
     if STACKS_SIGNAL is None:
         return
-    said = head(worker.stacks_fd)
-    if not _has_stacks_open(worker, said):
+    header = head(worker.stacks_fd)
+    if not _has_stacks_open(worker, header):
         return
-    observer = _OBSERVER.search(said)
+    observer = _OBSERVER.search(header)
     call = _TGKILL.get(os.uname().machine) if sys.platform == "linux" else None
     if observer is None or call is None:
         with suppress(OSError):
@@ -123,9 +125,9 @@ def _ask_by_signal(worker: Worker) -> None:
         ctypes.CDLL(None).syscall(call, worker.pid, int(observer[1]), int(STACKS_SIGNAL))
 
 
-def _has_stacks_open(worker: Worker, said: str) -> bool:
+def _has_stacks_open(worker: Worker, header: str) -> bool:
     """Return whether the handler would write to the stacks file: a script may have reused its descriptor."""
-    descriptor = _STACKS.search(said)
+    descriptor = _STACKS.search(header)
     if descriptor is None:
         return True
     try:

@@ -95,10 +95,10 @@ class RankState:
         return asdict(self)
 
 
-def frames_from(told: Iterable[Sequence[Any]]) -> tuple[Frame, ...]:
-    return without_launcher(Frame(file=file, line=line, function=name) for file, line, name in told)
+def frames_from(frames: Iterable[Sequence[Any]]) -> tuple[Frame, ...]:
+    return without_launcher(Frame(file=file, line=line, function=name) for file, line, name in frames)
 
 
-def collective_from(told: Mapping[str, Any]) -> Collective:
+def collective_from(entry: Mapping[str, Any]) -> Collective:
     """Parse one entry of `torchcompat.flight_record`."""
-    return Collective(**{**told, "frames": frames_from(told["frames"])})
+    return Collective(**{**entry, "frames": frames_from(entry["frames"])})

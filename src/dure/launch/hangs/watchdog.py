@@ -100,7 +100,7 @@ class Watchdog:
         """True if that rank's limit is derived from its past, or was given."""
         self.is_begun = False
         """True once a rank has sent a heartbeat: until then all may wait while one downloads its data."""
-        self._tell_at = 0.0
+        self._reported_seconds = 0.0
         """Seconds of silence up to which reports have been made."""
 
     def silent_seconds(self, ranks: Sequence[int]) -> float | None:
@@ -134,22 +134,22 @@ class Watchdog:
             if seconds > self.last_threshold:
                 silent.append((seconds, self.last_threshold, self.is_known))
         if not silent:
-            self._tell_at = 0.0
+            self._reported_seconds = 0.0
             return None
         longest, self.last_threshold, self.is_known = max(silent)
-        if longest <= self._tell_at:
+        if longest <= self._reported_seconds:
             return None
         uncertain = TIMES_UNCERTAIN * self.last_threshold
-        self._tell_at = min(2 * longest, uncertain) if longest < uncertain else 2 * longest
+        self._reported_seconds = min(2 * longest, uncertain) if longest < uncertain else 2 * longest
         return longest
 
     def resume(self) -> None:
         """Count silence from now on: the ranks were stopped for as long as the supervisor was."""
         self._not_before = self.clock()
 
-    def told_nothing(self, seconds: float) -> None:
+    def report_again_soon(self, seconds: float) -> None:
         """Poll again soon: silence of this duration was no hang."""
-        self._tell_at = min(seconds + LEAST_SECONDS, UNKNOWN_SECONDS)
+        self._reported_seconds = min(seconds + LEAST_SECONDS, UNKNOWN_SECONDS)
 
     def note_calls(self, rank: int, count: int) -> None:
         """Record the number of process-group calls that a rank has made so far."""

@@ -56,10 +56,10 @@ def cleaned(line: bytes) -> str:
     text = _CONTROL.sub(_written_out, line[:LINE_LIMIT_BYTES].decode("utf-8", "backslashreplace"))
     if _COLOUR.search(text):
         text += _NO_COLOUR
-    return text + _said_of_cut(len(line) - LINE_LIMIT_BYTES)
+    return text + _cut_note(len(line) - LINE_LIMIT_BYTES)
 
 
-def _said_of_cut(num_bytes: int) -> str:
+def _cut_note(num_bytes: int) -> str:
     return f" … {num_bytes:,} more bytes" if num_bytes > 0 else ""
 
 
@@ -160,7 +160,7 @@ class Stream:
         self.dropped += max(0, len(data) - room)
 
     def _take_rest(self) -> str:
-        text = cleaned(bytes(self.rest)) + _said_of_cut(self.dropped)
+        text = cleaned(bytes(self.rest)) + _cut_note(self.dropped)
         self.rest.clear()
         self.dropped, self.unseen_since = 0, 0.0
         return text
@@ -234,9 +234,9 @@ def main() -> None:
     # a signal to all processes is meant for the ranks, and their last output must be shown
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1):
         signal.signal(number, signal.SIG_IGN)
-    told = json.loads(sys.argv[1])
-    supervisor, streams = told["supervisor"], dict[int, Stream]()
-    for voice in told["voices"]:
+    arguments = json.loads(sys.argv[1])
+    supervisor, streams = arguments["supervisor"], dict[int, Stream]()
+    for voice in arguments["voices"]:
         log = LogFile(Path(voice["log"]))
         for descriptor, console in zip(voice["reading"], voice["consoles"], strict=True):
             live = {name: voice[name] for name in ("has_live_line", "can_erase")}

@@ -161,7 +161,7 @@ class _Pump:
         """Descriptors for each rank's stdout and stderr."""
         self.waiting_for = sorted({end for out, err in pipes for end in (out[0], err[0])})
         """Read ends of the pipes; empty once the process is started."""
-        self._told = [
+        self._voices = [
             {
                 "log": str(voice.log),
                 "reading": (out[0], err[0]),
@@ -188,9 +188,9 @@ class _Pump:
 
     def start(self) -> None:
         self._questions, theirs = socket.socketpair()
-        told = {"supervisor": theirs.fileno(), "voices": self._told}
+        arguments = {"supervisor": theirs.fileno(), "voices": self._voices}
         # nothing of dure or of its environment is needed, and the start takes half of the time without
-        command = [sys.executable, "-I", "-S", log_pump.__file__, json.dumps(told)]
+        command = [sys.executable, "-I", "-S", log_pump.__file__, json.dumps(arguments)]
         inherited = [*self.waiting_for, theirs.fileno(), *self._consoles]
         with theirs, signals_held_back():
             self._process = subprocess.Popen(command, pass_fds=inherited, stdin=subprocess.DEVNULL)

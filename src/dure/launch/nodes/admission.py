@@ -75,21 +75,21 @@ class JoinListener:
         """Return the descriptors to wait on."""
         return [*self.door.descriptors, *(channel.fileno() for channel in self.unnamed)]
 
-    def heard(self, most_seconds: float) -> list[tuple[Channel, dict[str, Any]]]:
+    def receive_introductions(self, most_seconds: float) -> list[tuple[Channel, dict[str, Any]]]:
         """Return peers that have identified themselves, after at most `most_seconds`."""
         self.unnamed += self.door.admit(most_seconds)
         named = []
         for channel in self.unnamed[:]:
             try:
-                said = channel.receive_one()
-                late = time.monotonic() - channel.last_heard > _UNNAMED_SECONDS
-                if said is None and not late and len(self.unnamed) <= _MOST_UNNAMED:
+                message = channel.receive_one()
+                late = time.monotonic() - channel.last_received > _UNNAMED_SECONDS
+                if message is None and not late and len(self.unnamed) <= _MOST_UNNAMED:
                     continue
                 self.unnamed.remove(channel)
-                if said is None:
+                if message is None:
                     channel.close()
                 else:
-                    named.append((channel, said))
+                    named.append((channel, message))
             except ChannelClosed:
                 channel.close()
                 self.unnamed.remove(channel)
@@ -102,9 +102,9 @@ class JoinListener:
         """
         for rank in [rank for rank in self.waiting if not nodes.is_known(rank)]:
             del self.waiting[rank]
-        for channel, said in self.heard(0.0):
+        for channel, message in self.receive_introductions(0.0):
             try:
-                join = introduced(said)
+                join = introduced(message)
                 member = checked(join, self.mine, channel)
                 if nodes.is_known(member.node_rank) or self.folder is None:
                     # an end that has not been noticed yet is more likely than a second node with that rank

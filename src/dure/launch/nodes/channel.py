@@ -130,7 +130,7 @@ class Channel:
         self._num_sent = self._num_received = 0
         self._unsent = bytearray()
         self._frames = Frames(MESSAGE_LIMIT_BYTES + _COUNTER.size + _DIGEST_BYTES)
-        self.last_heard = time.monotonic()
+        self.last_received = time.monotonic()
         _open.add(self)
 
     def fileno(self) -> int:
@@ -224,7 +224,7 @@ class Channel:
         if counted[: _COUNTER.size] != _COUNTER.pack(self._num_received):
             raise ChannelClosed("a message is not the next one")
         self._num_received += 1
-        self.last_heard = time.monotonic()
+        self.last_received = time.monotonic()
         return _parsed(counted[_COUNTER.size :])
 
     def close(self) -> None:
@@ -269,8 +269,8 @@ class _Guest:
         body = self.frames.take()
         if body is None:
             return None
-        said = _parsed(body)
-        nonce, proof = said.get("nonce"), said.get("proof")
+        reply = _parsed(body)
+        nonce, proof = reply.get("nonce"), reply.get("proof")
         if not _is_nonce(nonce) or not isinstance(proof, str) or not proof.isascii():
             raise ChannelClosed("it did not answer the challenge")
         if not hmac.compare_digest(proof, _hash(secret, "client", self.nonce, nonce).hex()):

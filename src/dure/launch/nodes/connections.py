@@ -32,7 +32,7 @@ class Links(ABC):
     def is_one_quiet(self) -> bool:
         """Return whether a node has been silent for longer than it should."""
         now = time.monotonic()
-        return any(now - channel.last_heard > QUIET_SECONDS for channel in self._channels.values())
+        return any(now - channel.last_received > QUIET_SECONDS for channel in self._channels.values())
 
     def send(self, rank: int, message: Message) -> None:
         """Send to one node; a message that is too long is not sent."""

@@ -51,7 +51,7 @@ class FailoverResult:
 class LeaderFailover:
     """Return of a node to its run after it has lost the leader."""
 
-    said: Join
+    join: Join
     """Message with which this node joins."""
     folder: str
     """Folder of the run."""
@@ -81,7 +81,7 @@ class LeaderFailover:
         was_leader = lease.is_deposed
         nodes.drop_all()
         nodes.leader = NOBODY
-        began, has_told, is_second = time.monotonic(), False, False
+        began, has_printed, is_second = time.monotonic(), False, False
         gone_since: float | None = None
         first: tuple[int, int] | None = None
         while time.monotonic() - began < self.timeout_seconds and not is_stopped():
@@ -95,8 +95,8 @@ class LeaderFailover:
                             f"nothing is heard of {leader}, which still leads the run: the network between it and this "
                             "node is cut or too slow"
                         )
-                    if not has_told and time.monotonic() - began > 2 * STALE_SECONDS:
-                        has_told = True
+                    if not has_printed and time.monotonic() - began > 2 * STALE_SECONDS:
+                        has_printed = True
                         self.on_wait(
                             f"{why}\n      the run goes on without this node, which tries to come back for "
                             f"{self.timeout_seconds:g} s (--rendezvous-timeout)"
@@ -135,7 +135,7 @@ class LeaderFailover:
         except (OSError, HandshakeRefused):
             return None
         try:
-            channel.send(encode(replace(self.said, round=nodes.round, time=time.time())))
+            channel.send(encode(replace(self.join, round=nodes.round, time=time.time())))
             welcome = _answer(channel)
             if not isinstance(welcome, Welcome) or welcome.folder != self.folder:
                 channel.close()
@@ -151,12 +151,12 @@ class LeaderFailover:
         """Take the lead, if no other node was faster and this node can listen."""
         own = nodes.own_address
         if not lease.claim(nodes.me.node_rank, own, self.port, after=ended):
-            lease.look_anew()
+            lease.restart_observation()
             return None
         try:
             family, address = _address(own, self.port)
             secret = read_secret(self.secret_file, host=own, may_make=False)
-            reception = JoinListener(Door(family, address, secret), self.said)
+            reception = JoinListener(Door(family, address, secret), self.join)
         except OSError as error:
             nodes.lost = f"this node cannot listen at {own}:{self.port} to lead the run ({error.strerror})"
             return None

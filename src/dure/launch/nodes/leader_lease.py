@@ -85,12 +85,12 @@ class Lease:
             self.is_deposed, self._mine = True, None
             return
         self._counter += 1
-        told = json.dumps({**self._mine, "counter": self._counter, "round": round_number})
+        text = json.dumps({**self._mine, "counter": self._counter, "round": round_number})
         with suppress(OSError):  # a disk that is temporarily full or missing is no reason to end
             # in place: that needs no space, and readers ignore contents that they cannot parse
             descriptor = open_own(self.folder / _LEASE, os.O_WRONLY | os.O_CREAT)
             try:
-                os.pwrite(descriptor, told.ljust(_LEASE_BYTES).encode(), 0)
+                os.pwrite(descriptor, text.ljust(_LEASE_BYTES).encode(), 0)
             finally:
                 os.close(descriptor)
 
@@ -110,10 +110,10 @@ class Lease:
     def read(self) -> Leader | None:
         """Return the current or last leader."""
         try:
-            told = read_json(self.folder / _LEASE)
-            numbers = {name: int(told[name]) for name in ("node_rank", "port", "counter", "round")}
-            term = int(told["epoch"])
-            return Leader(term=term, **numbers, host=str(told["host"]), address=str(told["address"]))
+            document = read_json(self.folder / _LEASE)
+            numbers = {name: int(document[name]) for name in ("node_rank", "port", "counter", "round")}
+            term = int(document["epoch"])
+            return Leader(term=term, **numbers, host=str(document["host"]), address=str(document["address"]))
         except (OSError, ValueError, KeyError, TypeError):
             return None
 
@@ -144,7 +144,7 @@ class Lease:
         """Adopt the current term as this node's."""
         self.term = max(self.term, newest_term(self.folder.parent))
 
-    def look_anew(self) -> None:
+    def restart_observation(self) -> None:
         """Restart the observation now."""
         self._seen, self._seen_at = None, 0.0
 

@@ -262,13 +262,13 @@ def refused_error(refused: Refused) -> DureError:
 
 def end_to_json(end: WorkerEnd) -> dict[str, Any]:
     """Return an end as a message: the task decides how long its texts are, and the channel how long they may be."""
-    told = {**asdict(end), **_said_by(end, _LONGEST_TEXT), "crash": []}
-    if len(json.dumps(told)) > MESSAGE_LIMIT_BYTES // 2:
-        told |= _said_by(end, _LONGEST_TEXT // 10)
-    return {**told, "crash": [asdict(frame) for frame in end.crash[:_MOST_FRAMES]]}
+    record = {**asdict(end), **_texts_of(end, _LONGEST_TEXT), "crash": []}
+    if len(json.dumps(record)) > MESSAGE_LIMIT_BYTES // 2:
+        record |= _texts_of(end, _LONGEST_TEXT // 10)
+    return {**record, "crash": [asdict(frame) for frame in end.crash[:_MOST_FRAMES]]}
 
 
-def _said_by(end: WorkerEnd, longest: int) -> dict[str, Any]:
+def _texts_of(end: WorkerEnd, longest: int) -> dict[str, Any]:
     failure = None if end.failure is None else failure_to_json(end.failure)
     departure = None if end.departure is None else asdict(end.departure)
     return {"failure": _cut(failure, longest), "departure": _cut(departure, longest)}
@@ -280,13 +280,13 @@ def _cut(value: Any, longest: int) -> Any:
     return value[:longest] if isinstance(value, str) else value
 
 
-def end_from_json(told: Mapping[str, Any], node: str, clock_behind_seconds: float) -> WorkerEnd:
+def end_from_json(record: Mapping[str, Any], node: str, clock_behind_seconds: float) -> WorkerEnd:
     """Rebuild the end of a rank on another node, in this node's time.
 
     Raises:
         DocumentInvalid: It is not the end of a rank.
     """
-    end, failure = record_from_json(WorkerEnd, told), None
+    end, failure = record_from_json(WorkerEnd, record), None
     if end.failure is not None:
         failure = replace(end.failure, time=end.failure.time + clock_behind_seconds)
     return replace(end, failure=failure, time=end.time + clock_behind_seconds, node=end.node or node)

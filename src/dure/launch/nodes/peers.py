@@ -102,7 +102,7 @@ class Nodes(Membership, Links):
         self.news = RoundNews()
         self._signals: list[tuple[int, int]] = []
         """Stop signals as pairs: the signal's number, and its ordinal on the node that received it."""
-        self._told_signals = 0
+        self._num_sent_signals = 0
         self.is_stopping = False
         """True once a stop signal has arrived: ranks are not ended any more for joining nodes."""
         self._is_running = False
@@ -175,7 +175,7 @@ class Nodes(Membership, Links):
         if not self._is_running:
             self._is_running = True
             for channel in self._channels.values():
-                channel.last_heard = time.monotonic()
+                channel.last_received = time.monotonic()
 
     # --- rounds
 
@@ -192,11 +192,11 @@ class Nodes(Membership, Links):
 
     def enter_round(self) -> messages.Round:
         """Apply the leader's message about the next round."""
-        told, self.next_round = self.next_round, None
-        assert told is not None
-        self.round = told.number
+        message, self.next_round = self.next_round, None
+        assert message is not None
+        self.round = message.number
         self.watch()
-        return told
+        return message
 
     def shake(self, text: str) -> None:
         """End this round on all nodes, so that the next one begins with the nodes present then."""
@@ -233,7 +233,7 @@ class Nodes(Membership, Links):
         """Return the node ranks of the other nodes that are present and reachable."""
         return {member.node_rank for member in self.members} & self._channels.keys()
 
-    def tell_outcome(self, refusal: str | None) -> None:
+    def send_outcome(self, refusal: str | None) -> None:
         """Send all nodes the ends of all ranks, and the end of the run; on the leader."""
         for other in list(self._channels):
             for rank, ends in self.news.ends_of.items():
@@ -242,7 +242,7 @@ class Nodes(Membership, Links):
         self.over = messages.Over(refusal=refusal)
         self.send_to_all(self.over)
 
-    def begin_anew(self) -> None:
+    def reset(self) -> None:
         """Return to the state before ranks ran, once all know how they ended: they may gather again, and run others."""
         self.is_under_way = self._is_running = False
         self.next_round = self.over = None
@@ -269,8 +269,8 @@ class Nodes(Membership, Links):
                 channel = self._channels[rank]
                 channel.flush()
                 for message in channel.receive():
-                    self._hear(rank, decode(message))
-                silent = time.monotonic() - channel.last_heard
+                    self._handle(rank, decode(message))
+                silent = time.monotonic() - channel.last_received
                 is_importing = self.is_leader and self.is_elastic and rank not in self.ready
                 if self._is_running and silent > self._patience() and not is_importing:
                     raise ChannelClosed(f"nothing was heard of it for {silent:.0f} s")
@@ -308,26 +308,26 @@ class Nodes(Membership, Links):
         Args:
             received: Signals of this node so far; new ones are appended.
         """
-        for ordinal in range(self._told_signals + 1, len(received) + 1):
+        for ordinal in range(self._num_sent_signals + 1, len(received) + 1):
             self.send_to_all(messages.Signal(number=int(received[ordinal - 1]), ordinal=ordinal))
-        heard, self._signals = self._signals, []
+        arrived, self._signals = self._signals, []
         fresh = []
-        for number, ordinal in heard:
+        for number, ordinal in arrived:
             if ordinal > len(received):
                 received.append(number)
                 fresh.append(number)
-        self._told_signals = len(received)  # the node that received it has sent it to all
+        self._num_sent_signals = len(received)  # the node that received it has sent it to all
         self.is_stopping = bool(received)
         return fresh
 
-    def tell_signal(self, number: int) -> None:
+    def send_signal(self, number: int) -> None:
         """Inform the others of a stop signal to a rank of this node, but not to this launcher: the first request."""
         self.send_to_all(messages.Signal(number=int(number), ordinal=1))
 
-    def tell_ending(self, why: str) -> None:
+    def send_ending(self, why: str) -> None:
         """Inform the others, once, that a rank of this node has ended: theirs have only limited time left."""
-        if not self.news.has_told_ending:
-            self.news.has_told_ending = True
+        if not self.news.has_sent_ending:
+            self.news.has_sent_ending = True
             self.send_to_all(messages.Ending(why=why))
 
     def drop_all(self) -> None:
@@ -341,7 +341,7 @@ class Nodes(Membership, Links):
 
     def add(self, rank: int, channel: Channel) -> None:
         """Add a node that has joined, on the leader; it takes part in the next round once it is ready."""
-        channel.last_heard = time.monotonic()
+        channel.last_received = time.monotonic()
         self._channels[rank] = channel
 
     def is_known(self, rank: int) -> bool:
@@ -354,7 +354,7 @@ class Nodes(Membership, Links):
 
     def follow(self, channel: Channel, leader: int) -> None:
         """Continue under a leader that has admitted this node."""
-        channel.last_heard = time.monotonic()
+        channel.last_received = time.monotonic()
         self._channels[leader], self.leader, self.own_address = channel, leader, channel.own_address
         self.has_lost_leader, self.next_round = False, None
         self._pumped_at = 0.0  # this host was not frozen while it searched for the leader
@@ -372,7 +372,7 @@ class Nodes(Membership, Links):
 
     # --- messages
 
-    def _hear(self, rank: int, message: Message) -> None:
+    def _handle(self, rank: int, message: Message) -> None:
         match message:
             case messages.Gather():
                 self._gathered.setdefault(rank, []).append(message.value)

@@ -99,8 +99,8 @@ def node_settings(
     if nnodes == 1 and (node_rank or rendezvous is not None):
         faults.append("node_rank and rendezvous are for a run on several nodes: give --nnodes too, or leave them out")
     if nnodes > 1 and (node_rank is None or not 0 <= node_rank < nnodes):
-        said = "not given" if node_rank is None else str(node_rank)
-        faults.append(f"node_rank is {said} but must be 0 to {nnodes - 1}, another on each of the {nnodes} nodes")
+        given = "not given" if node_rank is None else str(node_rank)
+        faults.append(f"node_rank is {given} but must be 0 to {nnodes - 1}, another on each of the {nnodes} nodes")
     if nnodes > 1 and rendezvous is None:
         faults.append("rendezvous is not given: all nodes need node 0's address, as --rendezvous 10.0.0.1:29400")
     elif rendezvous is not None:
@@ -248,12 +248,12 @@ def _wait_for_all(settings: NodeSettings, reception: JoinListener, joined: dict[
                 f"node {', '.join(missing)} of {settings.num_nodes} did not come to {settings.rendezvous} within "
                 f"{settings.timeout_seconds:g} s{refused}: start it there, or wait longer with --rendezvous-timeout"
             )
-        named = reception.heard(_LOOK_SECONDS)
+        named = reception.receive_introductions(_LOOK_SECONDS)
         for rank in [rank for rank, (_, channel) in joined.items() if _is_gone(channel)]:
             del joined[rank]  # its launcher was ended; it may join again
-        for position, (channel, said) in enumerate(named):
+        for position, (channel, message) in enumerate(named):
             try:
-                member = checked(introduced(said), reception.mine, channel)
+                member = checked(introduced(message), reception.mine, channel)
                 if member.node_rank in (0, *joined) or not 0 < member.node_rank < settings.num_nodes:
                     raise Misuse(
                         f"two nodes have node_rank {member.node_rank} (one is {member.host} at {member.address}): give "
@@ -281,7 +281,7 @@ def _is_gone(channel: Channel) -> bool:
 def _come(settings: NodeSettings, family: int, address: Address, secret: bytes, mine: Join) -> Nodes:
     deadline = time.monotonic() + settings.timeout_seconds
     while True:
-        channel = _knocked(settings, family, address, secret, deadline)
+        channel = _connected(settings, family, address, secret, deadline)
         try:
             channel.send(encode(replace(mine, time=time.time())))
             welcome = _first_answer(settings, channel, deadline)
@@ -323,7 +323,7 @@ def _come(settings: NodeSettings, family: int, address: Address, secret: bytes, 
     return nodes
 
 
-def _knocked(settings: NodeSettings, family: int, address: Address, secret: bytes, deadline: float) -> Channel:
+def _connected(settings: NodeSettings, family: int, address: Address, secret: bytes, deadline: float) -> Channel:
     refusals = 0
     while True:
         try:

@@ -12,7 +12,7 @@ class RoundNews:
 
     endings: set[str] = field(default_factory=set)
     """Reports of other nodes on their first rank that ended: `failed`, `killed`, `stopped` or `ended`."""
-    has_told_ending: bool = False
+    has_sent_ending: bool = False
     shaken: str | None = None
     """Reason to end this round and begin the next one with other nodes."""
     steps: dict[int, int] = field(default_factory=dict)

@@ -81,12 +81,12 @@ def _read(path: Path) -> bytes:
         if found.st_mode & 0o077:
             mode = f"{stat.S_IMODE(found.st_mode):04o}"
             raise Misuse(f"the secret {path} can be read by others (mode {mode}): `chmod 600 {shell_word(path)}`")
-        said = os.read(descriptor, _MOST_BYTES).strip()
+        data = os.read(descriptor, _MOST_BYTES).strip()
     finally:
         os.close(descriptor)
-    if len(said) < _FEWEST_BYTES:
+    if len(data) < _FEWEST_BYTES:
         raise Misuse(
-            f"the secret {path} has {len(said)} bytes but must have at least {_FEWEST_BYTES}: remove it, and node 0 "
+            f"the secret {path} has {len(data)} bytes but must have at least {_FEWEST_BYTES}: remove it, and node 0 "
             "makes a new one"
         )
-    return said
+    return data

@@ -41,7 +41,7 @@ class JointLook:
             on_nothing: Called with the seconds of silence if they were no hang.
         """
         self._nodes, self._examine, self._decide, self._on_nothing = nodes, examine, decide, on_nothing
-        self._is_only_told_if_waited = False
+        self._only_if_waited = False
         self._is_confirmed = True
         self._seconds = 0.0
         self._deadline: float | None = None
@@ -82,7 +82,7 @@ class JointLook:
                 case NoHang():
                     self._on_nothing(message.seconds)
                 case Hang():
-                    return self._told(message)
+                    return self._received_verdict(message)
         if self._deadline is None:
             return None
         if len(self._looked) + 1 < len(self._nodes.members) and time.monotonic() < self._deadline:
@@ -93,7 +93,7 @@ class JointLook:
         if self._deadline is not None or time.monotonic() < self._not_before:
             return
         self._seconds = wish.seconds
-        self._is_only_told_if_waited, self._is_confirmed = wish.only_if_waited, wish.is_confirmed
+        self._only_if_waited, self._is_confirmed = wish.only_if_waited, wish.is_confirmed
         self._suspicion = None
         self._look()
 
@@ -114,7 +114,7 @@ class JointLook:
         verdict, self._suspicion = self._suspicion, None
         if verdict is None:
             verdict = explain(sorted(self._states, key=lambda state: state.rank), self._seconds)
-            if self._is_only_told_if_waited and not verdict.is_waited:
+            if self._only_if_waited and not verdict.is_waited:
                 self._nothing()
                 return None
             if verdict.is_certain and self._is_confirmed:
@@ -126,8 +126,8 @@ class JointLook:
             return None
         verdict = replace(verdict, text=f"{verdict.text}\n{self._where()}")
         verdict, acts = self._decide(verdict, self._seconds)
-        told = Hang(text=verdict.text[:8000], culprits=verdict.culprits, is_certain=verdict.is_certain, acts=acts)
-        self._nodes.send_to_all(told)
+        message = Hang(text=verdict.text[:8000], culprits=verdict.culprits, is_certain=verdict.is_certain, acts=acts)
+        self._nodes.send_to_all(message)
         return verdict, acts
 
     def _nothing(self) -> None:
@@ -135,7 +135,7 @@ class JointLook:
         self._nodes.send_to_all(NoHang(seconds=self._seconds))
         self._on_nothing(self._seconds)
 
-    def _told(self, message: Hang) -> tuple[HangVerdict, bool]:
+    def _received_verdict(self, message: Hang) -> tuple[HangVerdict, bool]:
         verdict = HangVerdict(
             text=message.text,
             culprits=message.culprits,

@@ -69,7 +69,7 @@ class Restarts:
             return None
         return self._granted(first.rank, step, cause, go_back_to)
 
-    def heed(self, restart: Restart) -> None:
+    def count_restart(self, restart: Restart) -> None:
         """Count a restart decided by another node: this one may have to decide the next."""
         if restart.microbatch_sizes is None:
             self.count = restart.number

@@ -84,7 +84,7 @@ def _pass_on_earlier_signals(launch: Launch, workers: list[Worker], received: li
         kill_all(workers)
 
 
-def show_what_was_said(launch: Launch, workers: list[Worker]) -> None:
+def show_pending_output(launch: Launch, workers: list[Worker]) -> None:
     """Have all output of ranks shown, so that the next message is below it, on its own line."""
     if launch.logs is not None:
         launch.logs.catch_up()
@@ -99,7 +99,7 @@ def _leaves_line_open(worker: Worker) -> bool:
 def report_hang(launch: Launch, workers: list[Worker], verdict: HangVerdict) -> None:
     """Report ranks that hang, if the launch has a listener."""
     if launch.listener is not None:
-        show_what_was_said(launch, workers)
+        show_pending_output(launch, workers)
         launch.listener.hang(verdict)
 
 
@@ -127,7 +127,7 @@ def _wait(launch: Launch, workers: list[Worker], memory: SurvivingMemory, receiv
             _ask_the_others_too(launch, alive, ends)
         others: list[int] = [] if launch.logs is None else launch.logs.waiting_for
         _fall_silent(launch, alive)
-        grace = _least(grace, _heed_others(launch, workers, received, ending))
+        grace = _least(grace, _exchange_events(launch, workers, received, ending))
         others += launch.nodes.descriptors
         if received:
             grace = _least(grace, _time_to_stop(launch, stop, workers, memory, look))
@@ -169,7 +169,7 @@ def _time_to_stop(
             look.ask(time.monotonic() - last, is_confirmed=False)
     if look is not None and (found := look.advance()) is not None:
         _report_stop(launch, workers, found[0].text)
-    if (text := stop.words(alive)) is not None:
+    if (text := stop.reason_once(alive)) is not None:
         _report_stop(launch, workers, text)
     return seconds
 
@@ -177,7 +177,7 @@ def _time_to_stop(
 def _report_stop(launch: Launch, workers: list[Worker], text: str) -> None:
     """Print the reason for a slow stop; a step that is merely long is recorded as no hang."""
     if launch.listener is not None and launch.orders.stopped_by is None:  # it was printed before these ranks started
-        show_what_was_said(launch, workers)
+        show_pending_output(launch, workers)
         launch.listener.say(text)
 
 
@@ -186,7 +186,7 @@ def _ask_the_others_too(launch: Launch, alive: list[Worker], ends: list[WorkerEn
     number = stop_signal(ends)
     assert number is not None
     pass_on_signal(number, alive, is_first=True)
-    launch.nodes.tell_signal(number)
+    launch.nodes.send_signal(number)
 
 
 def call_counts(launch: Launch, watchdog: Watchdog | None) -> CallCounts | None:
@@ -217,7 +217,7 @@ def joint_look(
 
     if watchdog is None:
         return JointLook(launch.nodes, examine_own, decide)
-    return JointLook(launch.nodes, examine_own, decide, watchdog.told_nothing)
+    return JointLook(launch.nodes, examine_own, decide, watchdog.report_again_soon)
 
 
 def _decided(hangs: HangPolicy, watchdog: Watchdog, verdict: HangVerdict, seconds: float) -> tuple[HangVerdict, bool]:
@@ -238,7 +238,7 @@ def _hang(
     seconds = watchdog.silent_seconds([worker.rank for worker in workers if worker.end is None])
     if look is not None:
         if seconds is not None and not launch.nodes.is_one_quiet:
-            look.ask(seconds, only_if_waited=_is_only_told_if_waited(watchdog, seconds))
+            look.ask(seconds, only_if_waited=_only_if_waited(watchdog, seconds))
         found = look.advance()
         if found is not None:
             report_hang(launch, workers, found[0])
@@ -246,17 +246,17 @@ def _hang(
     if seconds is None or launch.hangs is None:
         return None
     verdict = explain(examine(workers, memory.heartbeats), seconds)
-    is_nothing = not verdict.is_waited and _is_only_told_if_waited(watchdog, seconds)
+    is_nothing = not verdict.is_waited and _only_if_waited(watchdog, seconds)
     # ranks are probed one after the other, and states of ranks that make progress may be inconsistent
     if is_nothing or (verdict.is_certain and verdict.has_moved(examine(workers, memory.heartbeats))):
-        watchdog.told_nothing(seconds)
+        watchdog.report_again_soon(seconds)
         return None
     verdict, acts = _decided(launch.hangs, watchdog, verdict, seconds)
     report_hang(launch, workers, verdict)
     return verdict if acts else None
 
 
-def _is_only_told_if_waited(watchdog: Watchdog, seconds: float) -> bool:
+def _only_if_waited(watchdog: Watchdog, seconds: float) -> bool:
     """Return whether silence alone proves nothing: ranks that have made calls need not make more of them."""
     return not watchdog.is_known and seconds < UNKNOWN_SECONDS
 
@@ -268,19 +268,19 @@ def _still_alive(workers: list[Worker]) -> list[Worker]:
     return [worker for worker in workers if worker.end is None]
 
 
-def _heed_others(launch: Launch, workers: list[Worker], received: list[int], ending: str | None) -> float | None:
+def _exchange_events(launch: Launch, workers: list[Worker], received: list[int], ending: str | None) -> float | None:
     """Exchange events with the other nodes; return the seconds that they leave the ranks here, or None for no limit."""
     nodes = launch.nodes
     nodes.pump()
     for number in nodes.exchange_signals(received):
         pass_on_signal(number, workers, is_first=len(received) == 1)
     if ending is not None:
-        nodes.tell_ending(ending)
+        nodes.send_ending(ending)
     if nodes.news.shaken is not None:
         return 0.0  # all are restarted anyway
     if nodes.lost is not None or nodes.refusal is not None:
         return _FAILURE_GRACE_SECONDS
-    graces = [_grace(said, launch) for said in nodes.news.endings]
+    graces = [_grace(why, launch) for why in nodes.news.endings]
     return _least(*graces) if graces else None
 
 

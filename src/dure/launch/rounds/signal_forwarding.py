@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from types import FrameType
 
 from dure.launch.worker.worker_process import Worker
-from dure.process.stop_signals import end_if_unanswered, heeded_signals, is_said_again
+from dure.process.stop_signals import end_if_unanswered, handled_signals, is_repeated_signal
 
 
 class StoppedBeforeStart(BaseException):
@@ -44,7 +44,7 @@ def passing_signals_on(workers: list[Worker]) -> Iterator[SignalForwarding]:
 
     def pass_on(number: int, frame: FrameType | None) -> None:
         nonlocal first_at
-        if received and is_said_again(number, time.monotonic() - first_at):
+        if received and is_repeated_signal(number, time.monotonic() - first_at):
             return
         first_at = first_at or time.monotonic()
         received.append(number)
@@ -65,7 +65,7 @@ def passing_signals_on(workers: list[Worker]) -> Iterator[SignalForwarding]:
         yield forwarding
         return
     end_if_unanswered()
-    before = {number: signal.signal(number, pass_on) for number in heeded_signals()}
+    before = {number: signal.signal(number, pass_on) for number in handled_signals()}
     # if children are not waited for (SIG_IGN), their exit codes would be lost
     if signal.getsignal(signal.SIGTSTP) == signal.SIG_DFL:
         before[signal.SIGTSTP] = signal.signal(signal.SIGTSTP, pause)
@@ -110,7 +110,7 @@ def signals_put_off() -> Iterator[None]:
     def put_off(number: int, frame: FrameType | None) -> None:
         received.append(number)
 
-    before = {number: signal.signal(number, put_off) for number in heeded_signals()}
+    before = {number: signal.signal(number, put_off) for number in handled_signals()}
     try:
         yield
     finally:

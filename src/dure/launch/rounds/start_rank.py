@@ -138,7 +138,7 @@ def _fork(launch: Launch, place: Place, output: Output, listener: socket.socket 
 
 
 def _spawn(launch: Launch, place: Place, output: Output, listener: socket.socket | None) -> _Started:
-    told = {
+    arguments = {
         "entry": launch.entry,
         "job": job_to_json(launch.job),
         "place": asdict(place),
@@ -151,7 +151,7 @@ def _spawn(launch: Launch, place: Place, output: Output, listener: socket.socket
         fds.append(place.store.listen_fd)
     # -W, -X, -O and the like, as multiprocessing passes them on
     flags = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined]
-    command = [sys.executable, *flags, "-m", "dure.launch.worker.spawn_entry", json.dumps(told)]
+    command = [sys.executable, *flags, "-m", "dure.launch.worker.spawn_entry", json.dumps(arguments)]
     process = subprocess.Popen(command, pass_fds=fds, stdin=None if output.is_terminal else subprocess.DEVNULL)
     return process.pid, process
 

@@ -11,7 +11,7 @@ _SAVE_FRACTION = 1 / 2
 """Fraction of the grace time reserved for saving the memory of ranks that do not end."""
 _SAVE_SECONDS = 10.0
 """Maximum seconds reserved for that."""
-_SAID_AFTER_SECONDS = 0.3
+_PRINT_AFTER_SECONDS = 0.3
 """Seconds after which the reason for a slow stop is printed; most steps are over by then."""
 
 _STARTING, _TRAINING, _EVALUATING, _SAVING, _LEAVING = PHASES
@@ -30,7 +30,7 @@ class StopLimit:
         self._launch = launch
         self._heartbeats = heartbeats
         self._began: float | None = None
-        self._is_said = False
+        self._has_printed = False
         self._was_half_over = False
 
     def seconds_left(self, alive: Sequence[int]) -> float:
@@ -68,15 +68,15 @@ class StopLimit:
         self._was_half_over = True
         return True
 
-    def words(self, alive: Sequence[int]) -> str | None:
+    def reason_once(self, alive: Sequence[int]) -> str | None:
         """Return, once, the reason for a stop that takes longer than most steps; otherwise None.
 
         Args:
             alive: Ranks that have not ended.
         """
-        if self._is_said or self._began is None or time.monotonic() - self._began < _SAID_AFTER_SECONDS:
+        if self._has_printed or self._began is None or time.monotonic() - self._began < _PRINT_AFTER_SECONDS:
             return None
-        self._is_said = True
+        self._has_printed = True
         beat = min((self._heartbeats.last(rank) for rank in alive), key=lambda beat: beat.time)
         waits_for = _WAITS_FOR.get(beat.phase, "the ranks to end") if beat.time else "the ranks to end"
         since = f" (begun {time.monotonic() - beat.time:.0f} s ago)" if beat.time else ""

@@ -26,7 +26,7 @@ from dure.launch.rounds.round import (
     listening_on,
     report_hang,
     run_round,
-    show_what_was_said,
+    show_pending_output,
 )
 from dure.launch.rounds.signal_forwarding import StoppedBeforeStart, passing_signals_on
 from dure.launch.rounds.stop_limit import has_left_snapshots, save_seconds
@@ -37,7 +37,7 @@ from dure.process.stop_signals import signals_held_back
 
 _PREPARATION_SECONDS = 600.0
 """Seconds that all nodes of a first round have to import what their ranks need."""
-_LAST_WORD_SECONDS = 30.0
+_LAST_MESSAGE_SECONDS = 30.0
 """Seconds that a node waits for the leader's last message, after a stop request between two rounds."""
 
 
@@ -68,7 +68,7 @@ def run_workers(launch: Launch) -> Outcome:
             signals.interrupts = False
             kill_all(workers)
             rounds.close_store()
-            show_what_was_said(launch, workers)
+            show_pending_output(launch, workers)
         rounds.part()
         return Outcome(
             ends=nodes.news.ends,
@@ -139,7 +139,7 @@ class _Rounds:
         look = joint_look(self.launch, [], self.memory)
         while True:
             nodes.exchange_signals(self.received)
-            self._heed_stop()
+            self._apply_stop()
             if self._is_at_end():
                 return None
             if nodes.has_lost_leader or (nodes.lease is not None and nodes.lease.is_deposed):
@@ -157,7 +157,7 @@ class _Rounds:
             if look is not None and (found := look.advance()) is not None:
                 report_hang(self.launch, [], found[0])
 
-    def _heed_stop(self) -> None:
+    def _apply_stop(self) -> None:
         """Restrict the next round to saving snapshots if a stop signal has arrived."""
         if self.received and not self.is_saving and self._can_save():
             self.is_saving = True
@@ -247,7 +247,7 @@ class _Rounds:
         if not is_leader:
             self.plan = plan  # this node may lead later
         if plan.restart is not None and not is_leader:
-            self.restarts.heed(plan.restart)
+            self.restarts.count_restart(plan.restart)
         if plan.restart is not None and listener is not None:
             listener.restart(plan.restart)
         if plan.change is not None and listener is not None:
@@ -259,11 +259,11 @@ class _Rounds:
     def _finish(self) -> None:
         """Report to all nodes how the ranks here ended."""
         nodes, workers = self.nodes, self.workers
-        show_what_was_said(self.last, workers)
+        show_pending_output(self.last, workers)
         ends = [end if nodes.is_alone else replace(end, node=str(nodes.me)) for end in self._own_ends()]
         if not self.received and ending_of(ends) == "stopped" and (number := stop_signal(ends)) is not None:
-            nodes.tell_signal(number)
-        nodes.tell_ending(ending_of(ends) or "ended")
+            nodes.send_signal(number)
+        nodes.send_ending(ending_of(ends) or "ended")
         look = joint_look(self.last, workers, self.memory)
 
         def tick() -> bool:
@@ -288,7 +288,7 @@ class _Rounds:
         self.expected = {member.node_rank for member in nodes.members if nodes.is_known(member.node_rank)}
         timeout = _PREPARATION_SECONDS if self.launch.way_back is None else self.launch.way_back.timeout_seconds
         self.patience = time.monotonic() + timeout
-        self._heed_stop()
+        self._apply_stop()
         if self._is_at_end():
             return False
         if self.is_saving:
@@ -310,9 +310,9 @@ class _Rounds:
     def _find_leader(self) -> bool:
         """Find the current leader; the ranks here have ended. False if the run does not continue here."""
         way_back, nodes = self.launch.way_back, self.nodes
-        said = nodes.news.shaken
+        reason = nodes.news.shaken
         if way_back is None:
-            nodes.lost = said or "the leader of the run is gone"
+            nodes.lost = reason or "the leader of the run is gone"
             return False
         found = way_back.go(nodes, lambda: bool(self.received))
         if found is None:
@@ -320,7 +320,7 @@ class _Rounds:
         if not found.keeps_memory:
             self.memory.forget()
         if nodes.is_leader:
-            self.plan = self.plan.after_change(said)
+            self.plan = self.plan.after_change(reason)
             self.expected = found.expected
             self.patience = time.monotonic() + way_back.timeout_seconds
             self.hope = time.monotonic() + found.patience_seconds
@@ -333,9 +333,9 @@ class _Rounds:
         nodes = self.nodes
         if nodes.is_leader:
             if not nodes.is_over:
-                nodes.tell_outcome(self.restarts.refusal)
+                nodes.send_outcome(self.restarts.refusal)
             return
-        deadline = time.monotonic() + _LAST_WORD_SECONDS
+        deadline = time.monotonic() + _LAST_MESSAGE_SECONDS
         while not (nodes.is_over or nodes.lost or nodes.refusal is not None or nodes.has_lost_leader):
             if time.monotonic() > deadline or len(self.received) > 1:
                 return

@@ -18,7 +18,7 @@ from dure.launch.scripts.main_module import exit_code_of, finish_files, run_as_m
 from dure.process.context import Place
 from dure.process.heartbeat import Heartbeats
 from dure.process.jobs import ScriptJob
-from dure.process.stop_signals import STOP_SIGNALS, heeded_signals
+from dure.process.stop_signals import STOP_SIGNALS, handled_signals
 from dure.terminal import print_traceback
 
 if TYPE_CHECKING:
@@ -58,7 +58,7 @@ def main(job: ScriptJob, place: Place) -> int:
     _set_threads(place.threads)
     _meet(place)
     pid, heartbeats, marker = os.getpid(), _heartbeats(place), list[object]()
-    step = _tell_of_steps(place.rank.rank, heartbeats)
+    step = _count_steps(place.rank.rank, heartbeats)
     try:
         code = _run(job, place)
     except BaseException as error:
@@ -123,7 +123,7 @@ def _heartbeats(place: Place) -> Heartbeats | None:
     return None if place.heartbeat_fd is None else Heartbeats(place.heartbeat_fd, place.rank.world_size)
 
 
-def _tell_of_steps(rank: int, heartbeats: Heartbeats | None) -> list[int]:
+def _count_steps(rank: int, heartbeats: Heartbeats | None) -> list[int]:
     """Make every optimiser step a heartbeat; return the live count of steps."""
     from torch.optim.optimizer import register_optimizer_step_post_hook
 
@@ -152,9 +152,9 @@ def _note_end(rank: int, heartbeats: Heartbeats | None, step: int) -> None:
 
 def _run(job: ScriptJob, place: Place) -> int:
     arguments = [*job.arguments]
-    said = job.local_rank_argument
-    flag = _LOCAL_RANK_FLAGS.get(said)
-    if said == "auto" and not job.is_module:
+    argument = job.local_rank_argument
+    flag = _LOCAL_RANK_FLAGS.get(argument)
+    if argument == "auto" and not job.is_module:
         flag = local_rank_flag(Path(job.script))
     if flag is not None:
         arguments.insert(0, f"{flag}={place.rank.local_rank}")
@@ -173,7 +173,7 @@ def _run(job: ScriptJob, place: Place) -> int:
 
 def _be_as_python_begins() -> None:
     """Restore the state of a fresh interpreter that a fork, or a command of dure, has changed."""
-    for number in heeded_signals():
+    for number in handled_signals():
         signal.signal(number, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.default_int_handler)
     # forks of one process would all draw the same numbers; Python's own generator handles that itself
@@ -204,17 +204,17 @@ def local_rank_flag(script: Path) -> str | None:
 
 
 def _fail_once(error: BaseException, place: Place, step: int) -> int:
-    from dure.failures.report import told_undisturbed
+    from dure.failures.report import report_undisturbed
 
     try:
-        return told_undisturbed(lambda: _fail(error, place, step))
-    except RuntimeError:  # raised by the handler that `told_undisturbed` disables, just before it was disabled
-        return told_undisturbed(lambda: _fail(error, place, step))
+        return report_undisturbed(lambda: _fail(error, place, step))
+    except RuntimeError:  # raised by the handler that `report_undisturbed` disables, just before it was disabled
+        return report_undisturbed(lambda: _fail(error, place, step))
 
 
 def _fail(error: BaseException, place: Place, step: int) -> int:
     """Print the traceback as Python would, and write a report for the verdict over all ranks."""
-    from dure.failures.report import describe_failure, leave_word
+    from dure.failures.report import describe_failure, write_failure_report
 
     error.__traceback__ = traceback_of_main(error)
     code = 130 if isinstance(error, KeyboardInterrupt) else 1
@@ -235,7 +235,7 @@ def _fail(error: BaseException, place: Place, step: int) -> int:
         failure = describe_failure(error, place.rank.rank, step, ask_driver=ask_driver)
         return replace(failure, user_traceback=None, collective=collective)
 
-    leave_word(describe, place.report_fd)
+    write_failure_report(describe, place.report_fd)
     return code
 
 
@@ -244,7 +244,7 @@ def _collective() -> str | None:
     from dure.torchcompat import flight_record
 
     try:
-        calls = [collective_from(told) for told in flight_record()]
+        calls = [collective_from(entry) for entry in flight_record()]
     except RuntimeError:  # the state of the group does not permit it
         return None
     return next((str(call) for call in calls if call.is_pending), str(calls[-1]) if calls else None)

@@ -17,7 +17,7 @@ from dure.own_files import open_own
 from dure.process.context import Place
 from dure.process.own_descriptors import keep
 from dure.process.parent_death import die_with_parent
-from dure.process.stop_signals import HELD_SIGNALS, heeded_signals
+from dure.process.stop_signals import HELD_SIGNALS, handled_signals
 
 _is_worker = False
 
@@ -102,7 +102,7 @@ def _accept_signals() -> None:
     # A forked copy of the supervisor's handlers would forward signals to the other ranks, and Python's own for SIGINT
     # unwinds from anywhere. Until the entry installs its own, a signal simply ends this process, which has done nothing
     # yet.
-    for number in heeded_signals():
+    for number in handled_signals():
         signal.signal(number, signal.SIG_DFL)
     if callable(signal.getsignal(signal.SIGTSTP)):  # the supervisor's handler would stop other ranks, and too late
         signal.signal(signal.SIGTSTP, signal.SIG_DFL)
@@ -127,7 +127,7 @@ def redirect_output(output: Output) -> None:
     if output.is_terminal:
         return
     if output.has_live_line:
-        _tell_size_of_terminal()
+        _export_terminal_size()
     if output.descriptors is not None:
         os.dup2(output.descriptors[0], 1)
         os.dup2(output.descriptors[1], 2)
@@ -146,7 +146,7 @@ def redirect_output(output: Output) -> None:
     sys.stderr = sys.__stderr__ = _stream(2, "<stderr>", sys.stderr)  # type: ignore[misc]
 
 
-def _tell_size_of_terminal() -> None:
+def _export_terminal_size() -> None:
     """Set the size of the terminal in the variables for it, for code that draws bars and cannot query a pipe."""
     with suppress(OSError):
         columns, lines = os.get_terminal_size(2)

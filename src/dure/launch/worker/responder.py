@@ -81,19 +81,19 @@ def _answer(questions: socket.socket, main: int) -> None:
             *lines, rest = (rest + data).split(b"\n")
             for line in lines:
                 what, number = line.decode().split()
-                told = _told(main) if what == STATE else {"calls": _calls_made()}
-                answer = json.dumps({"number": int(number), **told}, default=str).encode()
+                state = _own_state(main) if what == STATE else {"calls": _calls_made()}
+                answer = json.dumps({"number": int(number), **state}, default=str).encode()
                 questions.sendall(LENGTH.pack(len(answer)) + answer)
         except OSError:
             break
     questions.detach()  # its number may belong to another file by now, which must not be closed
 
 
-def _told(main: int) -> dict[str, Any]:
+def _own_state(main: int) -> dict[str, Any]:
     """Return this process's own state; an unavailable part must not prevent the rest."""
     me = threading.get_ident()
     innermost = {ident: frame for ident, frame in sys._current_frames().items() if ident != me}
-    told: dict[str, Any] = {
+    state: dict[str, Any] = {
         "main": list(_frames(innermost.get(main))),
         "others": [list(_frames(frame)) for ident, frame in innermost.items() if ident != main],
         "calls": _calls_made(),
@@ -104,17 +104,17 @@ def _told(main: int) -> dict[str, Any]:
     }
     compat = sys.modules.get("dure.torchcompat")
     if compat is None:
-        return told
+        return state
     try:
         for ident in sorted(innermost, key=lambda ident: ident != main):
-            call = None if told["call"] else compat.call_under_way(innermost[ident])
-            told["call"] = told["call"] or (call and {**call, "is_main": ident == main})
-        told["called"] = compat.name_called(innermost[main]) if main in innermost else None
-        told["groups"] = compat.group_members()
-        told["collectives"] = compat.flight_record()[-MOST_COLLECTIVES:]
+            call = None if state["call"] else compat.call_under_way(innermost[ident])
+            state["call"] = state["call"] or (call and {**call, "is_main": ident == main})
+        state["called"] = compat.name_called(innermost[main]) if main in innermost else None
+        state["groups"] = compat.group_members()
+        state["collectives"] = compat.flight_record()[-MOST_COLLECTIVES:]
     except Exception as error:
-        told["error"] = f"{type(error).__name__}: {error}"
-    return told
+        state["error"] = f"{type(error).__name__}: {error}"
+    return state
 
 
 def _calls_made() -> int:

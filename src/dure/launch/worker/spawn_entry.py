@@ -12,15 +12,15 @@ from dure.process.jobs import job_from_json
 
 def main() -> None:
     """Read the supervisor's argument, and run."""
-    told = json.loads(sys.argv[1])
-    job, place = job_from_json(told["job"]), record_from_json(Place, told["place"])
+    arguments = json.loads(sys.argv[1])
+    job, place = job_from_json(arguments["job"]), record_from_json(Place, arguments["place"])
     # the task must not find it among its own arguments
     del sys.argv[1:]
 
     def entry(place: Place) -> int:
-        return int(importlib.import_module(told["entry"]).main(job, place))
+        return int(importlib.import_module(arguments["entry"]).main(job, place))
 
-    run_in_child(entry, place, record_from_json(Output, told["output"]), told["parent_pid"])
+    run_in_child(entry, place, record_from_json(Output, arguments["output"]), arguments["parent_pid"])
 
 
 if __name__ == "__main__":

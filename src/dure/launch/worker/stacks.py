@@ -28,8 +28,8 @@ def written_stacks(descriptor: int, begin: int) -> Threads:
 def crash_frames(descriptor: int) -> tuple[Frame, ...]:
     """Return the main thread's frames at a crash in native code, the innermost first; empty if there was none."""
     text = os.pread(descriptor, _STACKS_LIMIT_BYTES, 0).decode(errors="replace")
-    head, is_crash, told = text.rpartition("Fatal Python error: ")
-    return parse_stacks(head, told)[0] if is_crash else ()
+    head, is_crash, rest = text.rpartition("Fatal Python error: ")
+    return parse_stacks(head, rest)[0] if is_crash else ()
 
 
 def _frames(text: str) -> tuple[Frame, ...]:

@@ -61,7 +61,7 @@ class Worker:
         if code is None:
             self.oom.look()
         else:
-            failure, departure = _last_words(_read_report(self.report_fd) or {})
+            failure, departure = _failure_and_departure(_read_report(self.report_fd) or {})
             # an exception is due to the task, and would recur on another rank; a kill is due to the machine
             was_killed = code < 0 and code not in STOP_ENDS and not self.was_stopped and failure is None
             is_out_of_memory = self.oom.was_killed() if was_killed and code == -signal.SIGKILL else None
@@ -118,7 +118,7 @@ def unnamed_file(name: str) -> int:
         return os.dup(file.fileno())
 
 
-def _last_words(report: Mapping[str, Any]) -> tuple[FailureRecord | None, Departure | None]:
+def _failure_and_departure(report: Mapping[str, Any]) -> tuple[FailureRecord | None, Departure | None]:
     """Return the report of a rank that has ended: a failure, a departure, or neither if it is damaged."""
     with suppress(DocumentInvalid):
         if DEPARTURE in report:

@@ -248,7 +248,7 @@ class AsyncSave:
             self.write()
         self._is_written.set()
         if self._rank:
-            self.writer.leave_word({"files": self._files} if self._error is None else word_of(self._error))
+            self.writer.write_status({"files": self._files} if self._error is None else word_of(self._error))
         elif self._error is None:
             self._finish()
 
@@ -291,11 +291,11 @@ class AsyncSave:
         look = _SHORTEST_LOOK_SECONDS
         while self._parts is None:
             self._check()
-            if (words := self.writer.words()) is not None:
-                self._heard = next((PeerLost(word["error"]) for word in words if "error" in word), None)
+            if (statuses := self.writer.read_statuses()) is not None:
+                self._heard = next((PeerLost(status["error"]) for status in statuses if "error" in status), None)
                 if self._heard is not None:
                     raise _Cancelled(str(self._heard))
-                return [self._files, *(word["files"] for word in words)]
+                return [self._files, *(status["files"] for status in statuses)]
             time.sleep(look)
             look = min(2 * look, _LONGEST_LOOK_SECONDS)
         return self._parts

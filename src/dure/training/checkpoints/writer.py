@@ -160,16 +160,16 @@ class CheckpointWriter:
             ) from error
         return {file: entry.model_dump() for file, entry in written.items()}
 
-    def leave_word(self, word: Mapping[str, Any]) -> None:
+    def write_status(self, status: Mapping[str, Any]) -> None:
         """Report the outcome of this rank's part to rank 0, by a file in the directory."""
         assert self._directory is not None
         new = self._directory / f"{_word_name(self.share.rank)}.writing"
         with suppress(OSError):  # rank 0 learns of a failure when all ranks meet
             with open(new, "w", encoding="utf-8", opener=open_own) as file:
-                file.write(json.dumps(word))
+                file.write(json.dumps(status))
             new.rename(self._directory / _word_name(self.share.rank))
 
-    def words(self) -> list[Any] | None:
+    def read_statuses(self) -> list[Any] | None:
         """Return the statuses that the other ranks left, in the order of ranks, or None while one is missing.
 
         A failed rank ends the wait: its status is returned although others are missing.
@@ -181,7 +181,7 @@ class CheckpointWriter:
             if path.exists():
                 with open(open_regular(path, at_most=MANIFEST_MAX_BYTES), "rb") as file:
                     found.append(parse_json(file.read(), may_repeat_keys=True, most_depth=None))
-        is_settled = len(found) == self._world_size - 1 or any("error" in word for word in found)
+        is_settled = len(found) == self._world_size - 1 or any("error" in status for status in found)
         return found if is_settled else None
 
     def commit(self, files: Sequence[Mapping[str, Any]], metrics: Any, is_best: bool) -> str:

@@ -6,7 +6,7 @@ import time
 from types import FrameType
 from typing import Self
 
-from dure.process.stop_signals import end_if_unanswered, heeded_signals, is_said_again
+from dure.process.stop_signals import end_if_unanswered, handled_signals, is_repeated_signal
 
 _SECOND_AFTER_SECONDS = 0.5
 """Seconds within which a second signal is the same request: torchrun and a terminal deliver one Ctrl-C to every
@@ -44,7 +44,7 @@ class StopSignals:
         # Python delivers signals to the main thread only; elsewhere the caller's handlers stay
         if threading.current_thread() is threading.main_thread():
             end_if_unanswered()
-            self._before = {number: signal.signal(number, self._receive) for number in heeded_signals()}
+            self._before = {number: signal.signal(number, self._receive) for number in handled_signals()}
         return self
 
     def __exit__(self, *exception: object) -> None:
@@ -60,6 +60,6 @@ class StopSignals:
                 raise StoppedAtOnce(number)
             return
         seconds = time.monotonic() - self._received_at
-        if self._is_supervised or seconds < _SECOND_AFTER_SECONDS or is_said_again(number, seconds):
+        if self._is_supervised or seconds < _SECOND_AFTER_SECONDS or is_repeated_signal(number, seconds):
             return
         raise StoppedAtOnce(self.received)  # a supervisor would kill this rank now

@@ -100,14 +100,14 @@ def read_faults(path: Path, num_ranks: int, *, on_several_hosts: bool = True) ->
         try:
             fault = Fault.model_validate(entry)
         except ValidationError as error:
-            wrong += [f"{path}, fault {number}: {_where(said)}{said['msg']}" for said in error.errors()]
+            wrong += [f"{path}, fault {number}: {_where(detail)}{detail['msg']}" for detail in error.errors()]
             continue
         if fault.rank >= num_ranks:
             wrong.append(f"{path}, fault {number}: rank is {fault.rank} but the ranks are 0 to {num_ranks - 1}")
         if fault.kind == "cut" and not on_several_hosts:
             wrong.append(f"{path}, fault {number}: kind is cut, but the run is on one host (--nnodes)")
         faults[number] = fault
-    wrong += [f"{path}, {said}" for said in _undone(faults)]
+    wrong += [f"{path}, {reason}" for reason in _undone(faults)]
     if wrong:
         raise SpecInvalid(wrong)
     return list(faults.values())
@@ -130,8 +130,8 @@ def _undone(faults: Mapping[int, Fault]) -> Iterator[str]:
             )
 
 
-def _where(said: Any) -> str:
-    place = ".".join(map(str, said["loc"]))
+def _where(detail: Any) -> str:
+    place = ".".join(map(str, detail["loc"]))
     return f"{place}: " if place else ""
 
 
@@ -169,7 +169,7 @@ class PlannedFaults:
         """
         self._tensors = {name: tensor for name, tensor in tensors.items() if tensor.numel()}
         flips = [fault for due in self._due.values() for fault in due if fault.kind == "flip"]
-        wrong = [said for fault in flips if (said := self._fault_of(fault)) is not None]
+        wrong = [reason for fault in flips if (reason := self._fault_of(fault)) is not None]
         if wrong:
             raise SpecInvalid(wrong)
 

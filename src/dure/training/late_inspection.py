@@ -36,7 +36,7 @@ class LateInspection:
             not strategy.rules.undoes_writes or strategy.info.extra_processes
         )  # workers of servers have all weights
         self._needs_all = strategy.share.is_joint or not is_whole
-        self._told = set(strategy.not_preserved())
+        self._declared = set(strategy.not_preserved())
         """Declarations of this run so far."""
         self._num_calls = 0
         self._looked_at = time.monotonic()
@@ -61,16 +61,18 @@ class LateInspection:
         ):
             self._generators = None
             traits = replace(traits, draws=True)
-            texts += [self._session.draws_anew] if self._session.draws_anew else []
+            texts += [self._session.reseeding_note] if self._session.reseeding_note else []
         self._num_calls += 1
         if self._is_due(is_last=is_last) and self._is_comparable() and (figures := self._difference()):
             traits = replace(traits, not_additive=f"{figures} (after {step} steps)")
         strategy.traits = traits
         texts += strategy.not_preserved()
         # another rank may have another part of the model, or have used other samples
-        everyones = strategy.group.all_gather_json([text for text in dict.fromkeys(texts) if text not in self._told])
-        new = [text for text in dict.fromkeys(itertools.chain(*everyones)) if text not in self._told]
-        self._told.update(new)
+        everyones = strategy.group.all_gather_json(
+            [text for text in dict.fromkeys(texts) if text not in self._declared]
+        )
+        new = [text for text in dict.fromkeys(itertools.chain(*everyones)) if text not in self._declared]
+        self._declared.update(new)
         return new
 
     def _is_due(self, *, is_last: bool) -> bool:

@@ -80,7 +80,7 @@ class Trainer:
         self.best = Best(session.spec.best_metric, session.spec.best_mode)
         self.last_metrics: dict[str, Metric] | None = None
         self.last_evaluation_time = time.time()
-        self._told_not_kept: set[str] = set()
+        self._reported_not_kept: set[str] = set()
         self._step_hooks = step_hook_registries(session.strategy.built_optimizer)
         self._follows_weights = session.aliases | recomputed_weights(session.strategy.model)
         self._set_by_schedule: set[str] = set()
@@ -313,14 +313,14 @@ class Trainer:
         lost = dict(self.session.kept.lost)
         if self.session.data_state is not None:
             lost |= {path: f"{path} changed on the way" for path in self.session.data_state.changed()}
-        new = {path: why for path, why in lost.items() if path not in self._told_not_kept}
+        new = {path: why for path, why in lost.items() if path not in self._reported_not_kept}
         texts = [f"state that no checkpoint holds: {why}; a resume begins without it" for why in new.values()]
         for text in texts:
             self.progress.say(f"{text} (give the task state_dict() and load_state_dict())")
-        late = [path for path in self._changed_late() if path not in self._told_not_kept]
+        late = [path for path in self._changed_late() if path not in self._reported_not_kept]
         if late:
             texts.append(f"state that began to change later ({few_of(late)}): by each part of a batch")
-        self._told_not_kept |= {*new, *late}
+        self._reported_not_kept |= {*new, *late}
         if texts:
             self._event(events.NotPreserved(texts=tuple(texts)))
 

@@ -225,6 +225,6 @@ def test_copy_when_memory_is_short_is_not_made(tmp_path, monkeypatch):
     monkeypatch.setattr(psutil, "virtual_memory", lambda: free)
     pending = AsyncSave(new_store(tmp_path)[0], at(8), Solo()).begin(snapshot_of(*trained()), Solo(), StagingBuffer(2))
     assert not pending.is_copied
-    assert pending.memory_words.endswith("KiB of the 1000 B")
+    assert pending.memory_text.endswith("KiB of the 1000 B")
     pending.write()
     assert verify(pending.settle(Solo()).path)

@@ -302,7 +302,7 @@ def session_of(model: nn.Module, build_optimizer: Any) -> Any:
         group=Solo(),
         place=place,
         order=SimpleNamespace(epoch_samples=8),
-        draws_anew="",
+        reseeding_note="",
         kept=SimpleNamespace(tensors=lambda **_: {}, restore=lambda tensors: None),
         identity=TaskIdentity(),
         notes=[],

@@ -109,7 +109,7 @@ class AsyncSave:
         """Files of all ranks, once this rank knows them; None before."""
         self._error: Exception | None = None
         """Error of this rank itself; None if there is none."""
-        self._heard: Exception | None = None
+        self._peer_failure: Exception | None = None
         """Error of another rank, known to the thread of rank 0."""
         self._saved: SavedCheckpoint | None = None
         """Saved checkpoint, on rank 0; None before it is saved."""
@@ -159,14 +159,14 @@ class AsyncSave:
             answer = {"answer": self._target.attempt(action)}
         except Exception as error:
             mine = error
-            answer = word_of(error)
+            answer = failure_status(error)
         answers = group.all_gather_json(answer)
         if mine is not None:
             raise mine
-        self._raise_what_others_said(answers, phase)
+        self._raise_failure_of_others(answers, phase)
         return [other["answer"] for other in answers]
 
-    def _raise_what_others_said(self, answers: Sequence[Mapping[str, Any]], phase: str) -> None:
+    def _raise_failure_of_others(self, answers: Sequence[Mapping[str, Any]], phase: str) -> None:
         """Raise the failure of another rank, if there is one.
 
         Raises:
@@ -176,7 +176,7 @@ class AsyncSave:
             PeerLost: It failed for any other reason.
         """
         for rank, other in enumerate(answers):
-            if (kind := _TOLD.get(other.get("kind"))) is not None:
+            if (kind := _COMMON_ERRORS.get(other.get("kind"))) is not None:
                 raise kind(other["error"])
             if "error" in other:
                 raise PeerLost(
@@ -203,7 +203,7 @@ class AsyncSave:
         return self._is_whole.is_set()
 
     @property
-    def memory_words(self) -> str:
+    def memory_text(self) -> str:
         """Text of the memory that the copies need and the memory that is free."""
         return f"{format_bytes(self._copied_bytes)} of the {format_bytes(self._free_bytes)}"
 
@@ -215,7 +215,7 @@ class AsyncSave:
     @property
     def has_failed(self) -> bool:
         """Return whether this rank knows of a failure, which all ranks should learn of."""
-        return self._error is not None or self._heard is not None
+        return self._error is not None or self._peer_failure is not None
 
     def start(self) -> None:
         """Write in a thread as soon as the copy is complete, and let training continue."""
@@ -248,7 +248,7 @@ class AsyncSave:
             self.write()
         self._is_written.set()
         if self._rank:
-            self.writer.write_status({"files": self._files} if self._error is None else word_of(self._error))
+            self.writer.write_status({"files": self._files} if self._error is None else failure_status(self._error))
         elif self._error is None:
             self._finish()
 
@@ -292,9 +292,9 @@ class AsyncSave:
         while self._parts is None:
             self._check()
             if (statuses := self.writer.read_statuses()) is not None:
-                self._heard = next((PeerLost(status["error"]) for status in statuses if "error" in status), None)
-                if self._heard is not None:
-                    raise _Cancelled(str(self._heard))
+                self._peer_failure = next((PeerLost(status["error"]) for status in statuses if "error" in status), None)
+                if self._peer_failure is not None:
+                    raise _Cancelled(str(self._peer_failure))
                 return [self._files, *(status["files"] for status in statuses)]
             time.sleep(look)
             look = min(2 * look, _LONGEST_LOOK_SECONDS)
@@ -319,30 +319,30 @@ class AsyncSave:
         self._is_written.wait()
         if self._thread is not None and self._rank:
             self._thread.join()  # its status must be written before rank 0 may remove the directory
-        said = group.all_gather_json(self._word())
+        statuses = group.all_gather_json(self._status())
         if self._rank == 0 and self._saved is None and self._error is None:
-            if len(said) == self._world_size and all("error" not in one for one in said):
-                self._parts = [one["files"] for one in said]
+            if len(statuses) == self._world_size and all("error" not in one for one in statuses):
+                self._parts = [one["files"] for one in statuses]
             else:
                 self._is_cancelled.set()
         self._end()
-        if not any("error" in one or one["saved"] for one in said):
-            said = group.all_gather_json(self._word())
+        if not any("error" in one or one["saved"] for one in statuses):
+            statuses = group.all_gather_json(self._status())
         self.writer.abandon()
         self._let_go()
         if self._error is not None and not isinstance(self._error, _Cancelled):
             raise self._error
-        self._raise_what_others_said(said, "write")
-        told = next((one["saved"] for one in said if one["saved"]), None)
+        self._raise_failure_of_others(statuses, "write")
+        saved = next((one["saved"] for one in statuses if one["saved"]), None)
         return (
             None
-            if told is None
-            else SavedCheckpoint(**{**told, "path": self._store.root / told["path"], "position": self.position})
+            if saved is None
+            else SavedCheckpoint(**{**saved, "path": self._store.root / saved["path"], "position": self.position})
         )
 
-    def _word(self) -> dict[str, Any]:
+    def _status(self) -> dict[str, Any]:
         if self._error is not None and not isinstance(self._error, _Cancelled):
-            return {"saved": None, **word_of(self._error)}
+            return {"saved": None, **failure_status(self._error)}
         saved = None if self._saved is None else {**asdict(self._saved), "path": self._saved.path.name}
         return {"saved": saved, "files": self._files}
 
@@ -397,11 +397,13 @@ def _described(share: RankShard, copies: StagingBuffer | None, *, is_spread: boo
     return {**described, "state": share.state.decode()} if is_spread else described
 
 
-def word_of(error: Exception) -> dict[str, Any]:
+def failure_status(error: Exception) -> dict[str, Any]:
     """Return a failure as it is reported to the other ranks."""
     kind = type(error).__name__
-    return {"error": f"{error}" or kind, **({"kind": kind} if kind in _TOLD else {})}
+    return {"error": f"{error}" or kind, **({"kind": kind} if kind in _COMMON_ERRORS else {})}
 
 
-_TOLD: dict[str | None, type[DureError]] = {kind.__name__: kind for kind in (DiskFull, StateChanged, WeightsNotFinite)}
+_COMMON_ERRORS: dict[str | None, type[DureError]] = {
+    kind.__name__: kind for kind in (DiskFull, StateChanged, WeightsNotFinite)
+}
 """Errors that are raised as the same class on every rank, by class name."""

@@ -64,7 +64,7 @@ def read_tensors(
                 stream.skip_to(place.begin)
                 if place.name in targets and place.end > place.begin:
                     _fill(stream, place, targets[place.name])
-        except _NotAsSaid as error:
+        except _ContentsInvalid as error:
             fault = error  # an altered file may look like this, too
         stream.skip_to(file.num_bytes)
         check_digest(path, stream.digest.hexdigest(), file.sha256)
@@ -72,7 +72,7 @@ def read_tensors(
             raise CheckpointDamaged(str(fault))
 
 
-class _NotAsSaid(Exception):
+class _ContentsInvalid(Exception):
     """The file is not one that dure would write for this manifest."""
 
 
@@ -105,7 +105,7 @@ class _Stream:
 
     def skip_to(self, position: int) -> None:
         if position < self._position:
-            raise _NotAsSaid(f"{self._path.name} is no safetensors file: two of its tensors share bytes")
+            raise _ContentsInvalid(f"{self._path.name} is no safetensors file: two of its tensors share bytes")
         while self._position < position:
             self.block(min(BLOCK_BYTES, position - self._position))
 
@@ -123,18 +123,18 @@ def _places(
     stream: _Stream, name: str, num_bytes: int, held: Mapping[str, tuple[str, tuple[int, ...]]]
 ) -> dict[str, TensorPlace]:
     if num_bytes < PREFIX_BYTES:
-        raise _NotAsSaid(f"{name} is no safetensors file: it has {num_bytes} bytes")
+        raise _ContentsInvalid(f"{name} is no safetensors file: it has {num_bytes} bytes")
     length = int.from_bytes(stream.block(PREFIX_BYTES), "little")
     if length > min(num_bytes - PREFIX_BYTES, HEADER_MAX_BYTES):
-        raise _NotAsSaid(f"{name} is no safetensors file: its header does not fit into its {num_bytes} bytes")
+        raise _ContentsInvalid(f"{name} is no safetensors file: its header does not fit into its {num_bytes} bytes")
     try:
         places = read_header(bytes(stream.block(length)), num_bytes)
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise _NotAsSaid(f"{name} is no safetensors file: {error}") from error
+        raise _ContentsInvalid(f"{name} is no safetensors file: {error}") from error
     for tensor, (dtype, sizes) in held.items():
         place = places.get(tensor)
         if place is None or place.shape != sizes or DTYPE_NAMES[place.dtype] != dtype:
-            raise _NotAsSaid(f"{name} does not hold {tensor} as the manifest says")
+            raise _ContentsInvalid(f"{name} does not hold {tensor} as the manifest says")
     return places
 
 

@@ -76,13 +76,13 @@ class Target:
                 what = f"{error.strerror or error}{f' ({Path(error.filename).name})' if error.filename else ''}"
                 raise CheckpointNotWritten(
                     f"the checkpoint at {self.position.samples_seen} samples could not be written to {self.root}:"
-                    f" {what}; {_words_of_others(self.root)}: mend the disk and go on with `dure train --resume`"
+                    f" {what}; {_text_on_others(self.root)}: mend the disk and go on with `dure train --resume`"
                 ) from error
         except DiskFull as error:
             if not self.needed_bytes or FULL_WORDS not in str(error):
                 raise
             needed = format_bytes(self.needed_bytes)
-            raise DiskFull(f"a checkpoint needs {needed}, and {error}; {_words_of_others(self.root)}") from error
+            raise DiskFull(f"a checkpoint needs {needed}, and {error}; {_text_on_others(self.root)}") from error
 
     def writing_name(self) -> str:
         """Choose the temporary directory's name, if there is space for its future contents.
@@ -99,7 +99,7 @@ class Target:
             raise DiskFull(
                 f"a checkpoint needs {format_bytes(self.needed_bytes)} but {format_bytes(free)} is free in {self.root}:"
                 " free some, keep fewer with --checkpoint.keep, or put the run elsewhere with --runs-dir;"
-                f" {_words_of_others(self.root)}"
+                f" {_text_on_others(self.root)}"
             )
         return f"{WRITING}{base_name(self.position)}-{secrets.token_hex(8)}"
 
@@ -163,11 +163,11 @@ class CheckpointWriter:
     def write_status(self, status: Mapping[str, Any]) -> None:
         """Report the outcome of this rank's part to rank 0, by a file in the directory."""
         assert self._directory is not None
-        new = self._directory / f"{_word_name(self.share.rank)}.writing"
+        new = self._directory / f"{_status_name(self.share.rank)}.writing"
         with suppress(OSError):  # rank 0 learns of a failure when all ranks meet
             with open(new, "w", encoding="utf-8", opener=open_own) as file:
                 file.write(json.dumps(status))
-            new.rename(self._directory / _word_name(self.share.rank))
+            new.rename(self._directory / _status_name(self.share.rank))
 
     def read_statuses(self) -> list[Any] | None:
         """Return the statuses that the other ranks left, in the order of ranks, or None while one is missing.
@@ -177,7 +177,7 @@ class CheckpointWriter:
         assert self._directory is not None
         found = []
         for rank in range(1, self._world_size):
-            path = self._directory / _word_name(rank)
+            path = self._directory / _status_name(rank)
             if path.exists():
                 with open(open_regular(path, at_most=MANIFEST_MAX_BYTES), "rb") as file:
                     found.append(parse_json(file.read(), may_repeat_keys=True, most_depth=None))
@@ -201,7 +201,7 @@ class CheckpointWriter:
         directory = self._directory
         assert directory is not None
         for rank in range(1, self._world_size):
-            (directory / _word_name(rank)).unlink(missing_ok=True)
+            (directory / _status_name(rank)).unlink(missing_ok=True)
         manifest = self._manifest(files, metrics, is_best)
         if fault := manifest.fault():
             raise RuntimeError(f"the checkpoint would contradict itself, so that nobody could read it: {fault}")
@@ -246,7 +246,7 @@ class CheckpointWriter:
         self._directory = self._lock = None
 
 
-def _word_name(rank: int) -> str:
+def _status_name(rank: int) -> str:
     return f".rank{rank:05d}.json"
 
 
@@ -281,7 +281,7 @@ def base_name(position: Position) -> str:
     return f"samples-{position.samples_seen:012d}"
 
 
-def _words_of_others(root: Path) -> str:
+def _text_on_others(root: Path) -> str:
     """Return the clause about existing checkpoints for the message that one could not be written."""
     if any(root.glob("samples-*")):
         return "the checkpoints before it are untouched"

@@ -73,7 +73,7 @@ def plain_state(session: Session, progression: Progression) -> dict[str, Any]:
         "precision": strategy.precision.state(),
         "expectation": strategy.expectation,
         "progression": vars(progression).copy(),
-        "draws_anew": session.draws_anew,
+        "draws_anew": session.reseeding_note,
     }
 
 
@@ -125,18 +125,18 @@ def restore(session: Session, progression: Progression, checkpoint: Checkpoint) 
     seed_rank(session.spec.seed + progression.samples_seen, strategy.random_stream)
     generators = capture_random_state(strategy.devices).keys()
     digest = "" if state is None else _digest(state[name] for name in generators if name in state)
-    said = group.all_gather_json([drew, strategy.random_stream, digest])
-    is_continued = state is not None and all(before == now for before, now, _ in said)
-    session.draws_anew = checkpoint.extra.get("draws_anew", "")
+    gathered = group.all_gather_json([drew, strategy.random_stream, digest])
+    is_continued = state is not None and all(before == now for before, now, _ in gathered)
+    session.reseeding_note = checkpoint.extra.get("draws_anew", "")
     if not is_continued:
-        session.draws_anew = (
+        session.reseeding_note = (
             f"random numbers: begun anew at {progression.samples_seen:,} samples, on other ranks than before"
         )
-    if strategy.draws and session.draws_anew:
-        session.notes.append(session.draws_anew)
+    if strategy.draws and session.reseeding_note:
+        session.notes.append(session.reseeding_note)
     if state is not None and is_continued:
         # if draws have no effect (Dropout(0.0)), all ranks count as drawing alike, yet some may have drawn more
-        are_alike = len({now for _, now, _ in said}) == len({(now, digest) for _, now, digest in said})
+        are_alike = len({now for _, now, _ in gathered}) == len({(now, digest) for _, now, digest in gathered})
         if strategy.draws or are_alike:
             restore_random_state(state, strategy.devices)
         if strategy.carried is not None:

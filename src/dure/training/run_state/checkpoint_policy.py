@@ -60,7 +60,7 @@ class Checkpointer:
         self.pending: AsyncSave | None = None
         self._watched: tuple[list[Tensor], int] | None = None
         """Tensors expected to change only in the optimiser's step, and their checksum before a forward and backward."""
-        self._is_full_told = False
+        self._has_reported_full = False
         self._finite = finite_parameters(session.strategy.model)
 
     @property
@@ -204,7 +204,7 @@ class Checkpointer:
         if saved is None:
             self._forget(seen)
             return False
-        self._is_full_told = False
+        self._has_reported_full = False
         return True
 
     def leave(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
@@ -220,9 +220,9 @@ class Checkpointer:
         self._forget(samples_seen)
         if is_last:
             raise error
-        if not self._is_full_told:
+        if not self._has_reported_full:
             self.warn(f"{error}; training goes on, and the next checkpoint is tried again")
-        self._is_full_told = True
+        self._has_reported_full = True
 
     def _forget(self, samples_seen: int) -> None:
         """Treat a checkpoint as never started, and restore the best evaluation before it."""
@@ -236,7 +236,7 @@ class Checkpointer:
             self.copies.close()
         self.copies = None
         self.warn(
-            f"a copy of what a checkpoint holds would take {pending.memory_words} of memory that are free, so training "
+            f"a copy of what a checkpoint holds would take {pending.memory_text} of memory that are free, so training "
             "waits while checkpoints are written"
         )
 

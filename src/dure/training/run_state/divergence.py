@@ -58,10 +58,10 @@ class Divergence:
         return found
 
 
-def common_parts(said: Sequence[str | None]) -> dict[str, list[int]]:
+def common_parts(part_of_rank: Sequence[str | None]) -> dict[str, list[int]]:
     """Return the parts that several ranks hold, with these ranks, given the part that every rank holds."""
     parts: dict[str, list[int]] = {}
-    for rank, part in enumerate(said):
+    for rank, part in enumerate(part_of_rank):
         if part is not None:
             parts.setdefault(part, []).append(rank)
     return {part: ranks for part, ranks in parts.items() if len(ranks) > 1}
@@ -84,10 +84,10 @@ def find_divergence(group: Group, own: ReplicaState | None, digests: Mapping[int
     Communication: several gathered JSON messages, the first of about 100 bytes per tensor, the others of 1 KiB.
     """
     sums = None if own is None else {name: checksum([tensor]) for name, tensor in own.tensors.items()}
-    said = group.all_gather_json(sums)
+    gathered = group.all_gather_json(sums)
     holders = tuple(sorted(digests))
-    names = list(dict.fromkeys(name for rank in holders for name in said[rank]))
-    differing = tuple(name for name in names if len({said[rank].get(name) for rank in holders}) > 1)
+    names = list(dict.fromkeys(name for rank in holders for name in gathered[rank]))
+    differing = tuple(name for name in names if len({gathered[rank].get(name) for rank in holders}) > 1)
     first = differing[0]
     tensor = None if own is None else own.tensors.get(first)
     element, values = _first_element(group, tensor, holders)
@@ -103,17 +103,17 @@ def find_divergence(group: Group, own: ReplicaState | None, digests: Mapping[int
 def _first_element(group: Group, tensor: Tensor | None, holders: Sequence[int]) -> tuple[str, list[str]]:
     """Return the index of the first element that differs, such as `[3, 0]`, and every rank's value there."""
     flat = None if tensor is None else tensor.detach().reshape(-1)
-    said = group.all_gather_json(None if tensor is None else list(tensor.shape))
-    shapes = [said[rank] for rank in holders]
+    gathered = group.all_gather_json(None if tensor is None else list(tensor.shape))
+    shapes = [gathered[rank] for rank in holders]
     if any(shape != shapes[0] for shape in shapes):
-        return "", ["missing" if shape is None else f"of shape {shape}" for shape in said]
+        return "", ["missing" if shape is None else f"of shape {shape}" for shape in gathered]
     begin, end = 0, torch.Size(shapes[0]).numel()
     while end - begin > 1:
         length = -(-(end - begin) // _PIECES)
         starts = range(begin, end, length)
         sums = None if flat is None else [checksum([flat[at : min(at + length, end)]]) for at in starts]
-        said = group.all_gather_json(sums)
-        pieces = zip(*(said[rank] for rank in holders), strict=True)
+        gathered = group.all_gather_json(sums)
+        pieces = zip(*(gathered[rank] for rank in holders), strict=True)
         begin = next((at for at, same in zip(starts, pieces, strict=True) if len(set(same)) > 1), begin)
         end = min(begin + length, end)
     values = group.all_gather_json(None if flat is None else repr(flat[begin].item()))

@@ -139,7 +139,7 @@ class ReplicaCheck:
         own = replica_of(self.session.strategy)
         digest = None if own is None else checksum(own.tensors.values())
         summed = time.perf_counter()
-        said = group.all_gather_json(
+        reports = group.all_gather_json(
             {
                 "part": None if own is None else own.part,
                 "digest": digest,
@@ -148,13 +148,13 @@ class ReplicaCheck:
         )
         self._last = time.perf_counter()
         self._exchange_seconds = self._last - summed
-        for part, ranks in common_parts([one["part"] for one in said]).items():
-            digests = {rank: said[rank]["digest"] for rank in ranks}
+        for part, ranks in common_parts([one["part"] for one in reports]).items():
+            digests = {rank: reports[rank]["digest"] for rank in ranks}
             if len(set(digests.values())) > 1:
                 self._refuse_unlike_settings()
                 mine = own if own is not None and own.part == part else None
                 self._diverged(find_divergence(group, mine, digests))
-        self._agree(said)
+        self._agree(reports)
 
     def _refuse_unlike_settings(self) -> None:
         """Refuse a schedule or optimiser that depends on each rank's own data: going back would not help.
@@ -172,10 +172,10 @@ class ReplicaCheck:
                     "the schedule follow samples seen or evaluations, and not the losses of a rank's own samples"
                 )
 
-    def _agree(self, said: list[dict[str, Any]]) -> None:
+    def _agree(self, reports: list[dict[str, Any]]) -> None:
         now = self.progression
         self.agreed_samples, self.agreed_step, self._checked = now.samples_seen, now.step, now.step
-        summing, exchanging, stepping = zip(*(one["seconds"] for one in said), strict=True)
+        summing, exchanging, stepping = zip(*(one["seconds"] for one in reports), strict=True)
         # the wait for the last rank is included, although part of it would otherwise occur in the next step
         self.pace.note(max(map(sum, zip(summing, exchanging, strict=True))), min(stepping))
         self._next = now.step + self.pace.every
@@ -185,7 +185,7 @@ class ReplicaCheck:
     def _diverged(self, found: Divergence) -> None:
         now, run = self.progression, self.session
         checkpoint = run.group.all_gather_json(self.checkpoint())[0]
-        said = found.in_words(now.step)
+        message = found.in_words(now.step)
         self.event(
             events.ReplicasDiverged(
                 step=now.step,
@@ -197,10 +197,10 @@ class ReplicaCheck:
                 tensors=found.tensors,
                 element=found.element,
                 values={str(rank): value for rank, value in found.values.items()},
-                message=said,
+                message=message,
             )
         )
-        seen = f"{said}; all agreed after step {self.agreed_step}"
+        seen = f"{message}; all agreed after step {self.agreed_step}"
         if self.heals:
             raise ReplicasDiverged(f"{seen}; {_CAUSE}", self.agreed_samples)
         if checkpoint is None:

@@ -125,9 +125,9 @@ class MemorySaver:
         is_whole = self._place.is_on_several_hosts and self._place.rank.local_rank == 0
         self._share = LiveShare(self.session, self.progression, is_whole=is_whole)
         mine = [self._place.rank.node_rank, self._share.layout.num_bytes, psutil.virtual_memory().available]
-        said = self.session.group.all_gather_json(mine)
-        nodes = {node: sum(one[1] for one in said if one[0] == node) for node, _, _ in said}
-        needed, free = self._num_places * max(nodes.values()), min(one[2] for one in said)
+        gathered = self.session.group.all_gather_json(mine)
+        nodes = {node: sum(one[1] for one in gathered if one[0] == node) for node, _, _ in gathered}
+        needed, free = self._num_places * max(nodes.values()), min(one[2] for one in gathered)
         if needed <= MOST_OF_MEMORY * free:
             return True
         self._descriptors = ()
@@ -142,8 +142,8 @@ class MemorySaver:
         step = median(self._step_seconds) if self._step_seconds else 1.0
         if self.every == 1:
             step = max(step - cost, step / 10)  # each step includes a snapshot
-        said = self.session.group.all_gather_json([cost, step])
-        self.every = max(self._least, steps_between(max(one[0] for one in said), min(one[1] for one in said)))
+        gathered = self.session.group.all_gather_json([cost, step])
+        self.every = max(self._least, steps_between(max(one[0] for one in gathered), min(one[1] for one in gathered)))
         self._next_agreement *= 4
         self._seconds.clear()
         self._step_seconds.clear()

@@ -69,7 +69,7 @@ class Session:
     """Paths of parameters that share memory with other state, and paths of that state."""
     notes: list[str] = dataclasses.field(default_factory=list)
     """Further differences from the undisturbed one-process run, found while the session was built."""
-    draws_anew: str = ""
+    reseeding_note: str = ""
     """Declaration for generators that a checkpoint could not restore; it applies once the task draws. Empty if all
     were."""
     alone: Alone = dataclasses.field(default_factory=Alone)

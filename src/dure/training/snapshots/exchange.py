@@ -61,9 +61,9 @@ class Survey:
             ]
             for one in held(own_descriptor)
         ]
-        said = group.all_gather_json([place.rank.node_rank, mine])
-        self.nodes = [int(node) for node, _ in said]
-        self.held = [[_held(*numbers) for numbers in all_] for _, all_ in said]
+        gathered = group.all_gather_json([place.rank.node_rank, mine])
+        self.nodes = [int(node) for node, _ in gathered]
+        self.held = [[_held(*numbers) for numbers in all_] for _, all_ in gathered]
 
     def candidates(self) -> list[Found]:
         """Return the snapshots from which the run can continue, the newest first.

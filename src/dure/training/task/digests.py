@@ -15,7 +15,7 @@ import torch
 
 _PLAIN = (type(None), bool, int, float, complex, str, bytes, range, slice, type(Ellipsis), type(NotImplemented))
 _CONTAINERS = (list, tuple, dict, set, frozenset)
-_TOLD_BY_REPR = (torch.dtype, torch.device, torch.layout, torch.memory_format, np.dtype)
+_DIGESTED_BY_REPR = (torch.dtype, torch.device, torch.layout, torch.memory_format, np.dtype)
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _BYTES = 16
 
@@ -73,7 +73,7 @@ class _Walk:
         self.hash.update("\0".join(map(str, words)).encode("utf-8", "surrogatepass") + b"\1")
 
     def value(self, value: Any) -> None:
-        if type(value) in _PLAIN or isinstance(value, _TOLD_BY_REPR):
+        if type(value) in _PLAIN or isinstance(value, _DIGESTED_BY_REPR):
             self._put(type(value).__name__, repr(value))
         elif type(value) is tuple:
             self._put("tuple")

@@ -104,13 +104,13 @@ def check_names(cls: type[Task], names: Mapping[str, Any]) -> None:
     suspects = {name: meant for name, meant in suspects.items() if not _is_used(cls, name)} if suspects else {}
     if not suspects:
         return
-    said = [
+    faults = [
         f"{name}, which dure never uses: " + (f"it uses {_call(meant)}" if meant else "it has no such hook")
         for name, meant in suspects.items()
     ]
     first = next(iter(suspects))
     raise TaskInvalid(
-        f"{cls.__name__} has {'; '.join(said)}; rename it, or, if it is a helper of your own, begin its name with an "
+        f"{cls.__name__} has {'; '.join(faults)}; rename it, or, if it is a helper of your own, begin its name with an "
         f"underscore: _{first}"
     )
 

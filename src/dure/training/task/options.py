@@ -112,9 +112,9 @@ def build_task(cls: type[Task], options: Mapping[str, Any]) -> Task:
     try:
         return cls(**values)
     except (Exception, SystemExit) as error:
-        told = traceback_in_user_code(error)
+        shown = traceback_in_user_code(error)
     # outside the handler: the message contains the user's lines, and Python would show them and ours again
-    raise TaskInvalid(f"{cls.__name__} cannot be made{_POSITIONAL if _takes_positions(cls) else ''}:\n{told}")
+    raise TaskInvalid(f"{cls.__name__} cannot be made{_POSITIONAL if _takes_positions(cls) else ''}:\n{shown}")
 
 
 _POSITIONAL = " (dure passes options by keyword: let its __init__ take them so)"

@@ -17,7 +17,7 @@ from dure.records.step_record import EpochRow, Metric, RunSummary
 from dure.report.end_table import metrics_table, render, runs_table
 from dure.spec.arguments import as_arguments
 from dure.styled import draw, joined, styled, styled_lines
-from dure.terminal import LiveLine, indented, message, one_line, print_json, printable, shell_word, tell
+from dure.terminal import LiveLine, indented, message, one_line, print_json, print_status, printable, shell_word
 
 EVIL = (
     "a\x1b]0;owned\x07\x1b[2J\x9b1m\r\ndure: all is well\u202e\u2066\ud800\x7f\u200b[red]x[/red][link=http://e]y[/link]"
@@ -109,7 +109,7 @@ def test_live_line_when_a_metric_is_hostile_then_it_is_written_out() -> None:
     stream = io.StringIO()
     line = LiveLine(stream)
     line.show(EVIL)
-    line.say(EVIL)
+    line.print_lines(EVIL)
     assert is_harmless(stream.getvalue())
 
 
@@ -123,7 +123,7 @@ def test_json_when_names_are_hostile_then_it_is_printable_and_the_same(capsys: p
 def test_tell_when_a_peers_message_is_hostile_then_stderr_has_it_written_out(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    tell(EVIL)
+    print_status(EVIL)
     err = capsys.readouterr().err
     assert is_harmless(err)
     assert [line for line in err.splitlines() if line.startswith("dure: ")] == [

@@ -88,13 +88,13 @@ def replace_what_no_terminal_has() -> None:
             stream.reconfigure(errors="replace")
 
 
-def tell(text: str) -> None:
+def print_status(text: str) -> None:
     """Write a message about a run in progress to stderr, if stderr still has a reader."""
     with suppress(OSError):
-        tell_last(text)
+        print_message(text)
 
 
-def tell_last(text: str) -> None:
+def print_message(text: str) -> None:
     """Write a message to stderr.
 
     Raises:
@@ -209,7 +209,7 @@ class LiveLine:
         self._write(f"\r{colored}\r" if self._is_relayed else f"{self._over()}{colored}{self._erase}")
         self._drawn_columns = len(line)
 
-    def say(self, text: str) -> None:
+    def print_lines(self, text: str) -> None:
         """Write permanent lines.
 
         Raises:

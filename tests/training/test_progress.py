@@ -68,7 +68,7 @@ def test_progress_when_quiet_then_says_nothing():
     stream = io.StringIO()
     progress = Progress(100, 0, quiet=True, stream=stream)
     progress.step(record(1))
-    progress.say("anything")
+    progress.print_lines("anything")
     progress.close()
     assert stream.getvalue() == ""
 
@@ -78,7 +78,7 @@ def test_progress_when_its_reader_goes_away_then_training_goes_on_in_silence():
     os.close(reading)
     stream = os.fdopen(writing, "w")
     progress = Progress(100, 0, quiet=False, stream=stream)
-    progress.say("nobody reads this")
+    progress.print_lines("nobody reads this")
     progress.step(record(1))
     progress.close()
     with pytest.raises(OSError, match="Broken pipe"):

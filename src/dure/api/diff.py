@@ -13,7 +13,7 @@ from dure.errors import CheckpointDamaged, CheckpointMismatch, RunInvalid
 from dure.records.run_dir import RunDir
 from dure.records.step_record import StepRecord
 from dure.spec import PLACE_FIELDS
-from dure.terminal import tell
+from dure.terminal import print_status
 from dure.torchcompat import bytes_of
 from dure.training.checkpoints.reader import Checkpoint
 from dure.training.checkpoints.store import CheckpointStore
@@ -227,7 +227,7 @@ def _weights(*runs: RunDir) -> tuple[list[WeightsDifference], list[DamagedCheckp
 def _checkpoints(run: RunDir) -> dict[int, list[Path]]:
     # the newest first: of several at one position it counts, if it is complete
     found: dict[int, list[Path]] = {}
-    for path, samples_seen in CheckpointStore(run.checkpoints, 1, tell).positions():
+    for path, samples_seen in CheckpointStore(run.checkpoints, 1, print_status).positions():
         found.setdefault(samples_seen, []).append(path)
     return found
 

@@ -26,7 +26,7 @@ from dure.records.step_record import RunSummary
 from dure.report.summary import summarise
 from dure.spec import ResolvedSpec, RunSpec, flag_name, with_own_names
 from dure.strategies.table import STRATEGIES
-from dure.terminal import tell
+from dure.terminal import print_status
 
 
 def with_world_size(settings: dict[str, Any], launched: Launched) -> dict[str, Any]:
@@ -118,7 +118,7 @@ def _meet(
     def begin_or_go_on() -> dict[str, str]:
         begun = meeting.recall("run")
         if begun is not None and (Path(begun) / SPEC).is_file():
-            tell(f"{launched.by} has started the ranks again: {begun} goes on")
+            print_status(f"{launched.by} has started the ranks again: {begun} goes on")
             RunDir.open(Path(begun)).forget_failures()
             return {"run": begun}
         opened = open_folder()

@@ -179,7 +179,7 @@ def _error(notes: Notes, spec: RunSpec, outcome: Outcome, *, is_own: bool) -> Du
     run = notes.run
     verdict, is_complete = outcome.judge(run.path, cure=run.how_to_go_on()), _ended_complete(run)
     if outcome.lost is not None and not is_own and is_complete:
-        notes.say(outcome.lost)  # the run completed without this node
+        notes.print_status(outcome.lost)  # the run completed without this node
         return None
     again, goes_on_elsewhere = f"; `{run.resume_command}` goes on", not is_own and spec.fewest_nodes < spec.num_nodes
     after_lost = "" if goes_on_elsewhere else f"{again} from the last checkpoint"

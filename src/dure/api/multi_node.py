@@ -152,7 +152,9 @@ def train_on_hosts(
         run = _folder(nodes, resolved, resume, held)
         notes = notes_on(run, spec, nodes, max_restarts=spec.max_restarts)
         if not nodes.is_leader:
-            notes.say(f"node {nodes.me.node_rank} takes part in {run.path.name}; node {nodes.leader} shows how it goes")
+            notes.print_status(
+                f"node {nodes.me.node_rank} takes part in {run.path.name}; node {nodes.leader} shows how it goes"
+            )
         way_back = None
         if several is not None and nodes.is_elastic:
             way_back = _way_back(notes, several, facts, held)
@@ -209,7 +211,7 @@ def _way_back(notes: Notes, several: NodeSettings, facts: dict[str, Any], held: 
         port=port,
         timeout_seconds=several.timeout_seconds,
         how_ended=lambda: how_ended(run),
-        on_wait=notes.say,
+        on_wait=notes.print_status,
         on_lead=lead,
     )
 

@@ -25,7 +25,7 @@ from dure.process.parent_death import die_with_parent
 from dure.process.round_orders import Restart
 from dure.records import events
 from dure.records.run_dir import RunDir, default_name
-from dure.terminal import tell
+from dure.terminal import print_status
 
 
 class RunSettings(Protocol):
@@ -105,10 +105,10 @@ class Notes:
     global_batch_size: int | None = None
     is_quiet: bool = False
 
-    def say(self, text: str) -> None:
+    def print_status(self, text: str) -> None:
         """Print a message on the run, unless the user asked for quiet."""
         if not self.is_quiet:
-            tell(text)
+            print_status(text)
 
     def hang(self, verdict: HangVerdict) -> None:
         """Record a hang with all its evidence."""
@@ -128,7 +128,7 @@ class Notes:
                 f"the global batch stays {self.global_batch_size}"
             )
             self._write(events.MicrobatchHalved(before=before, after=after, rank=rank, step=step, message=message))
-        self.say(f"{restart.cause}\n      {consequence}")
+        self.print_status(f"{restart.cause}\n      {consequence}")
 
     def change(self, why: str) -> None:
         """Record and print that the run continues with other nodes."""
@@ -137,7 +137,7 @@ class Notes:
         self._write(events.NodesChanged(message=why, nodes=there, world_size=nodes.world_size, leader=nodes.leader))
         on = f"node {there[0]}" if len(there) == 1 else f"nodes {', '.join(map(str, there))}"
         ranks = f"{nodes.world_size} rank{'s' * (nodes.world_size > 1)}"
-        self.say(f"{why}\n      the run goes on with {on}: {ranks}")
+        self.print_status(f"{why}\n      the run goes on with {on}: {ranks}")
 
     def _write(self, event: events.Event) -> None:
         """Record why there is another round, to which failures of the previous one are irrelevant."""
@@ -168,7 +168,7 @@ def run_ranks(launch: Launch, notes: Notes, voices: Voices | None) -> Outcome:
     """
     notes.run.forget_failures()
     if crowded := crowding(launch.nodes.me.num_ranks):
-        notes.say(crowded)
+        notes.print_status(crowded)
     if voices is None:
         return run_workers(replace(launch, output_of=lambda rank: Output(is_terminal=True), listener=notes))
     with closing(RankLogs(voices.of, launch.nodes.own_ranks, voices.relay)) as logs:

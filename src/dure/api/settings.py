@@ -13,7 +13,7 @@ from dure.records.run_dir import RunDir
 from dure.spec import ENVIRONMENT_PREFIX, ResolvedSpec, RunSpec, read_toml, resolve, same_task
 from dure.spec.arguments import in_callers_syntax
 from dure.strategies.table import STRATEGIES
-from dure.terminal import tell
+from dure.terminal import print_status
 from dure.training.best_metric import Best
 from dure.training.task.given_task import GivenTask, given_task, task_class
 from dure.training.task.options import build_task, is_same, options_of, task_options, to_json
@@ -88,11 +88,11 @@ def settle(
     return _with_task(resolved, cls, given, base, record)
 
 
-def tell_notes(resolved: ResolvedSpec) -> None:
+def print_notes(resolved: ResolvedSpec) -> None:
     """Print notes on the names of settings, in the terms of the caller."""
     if not resolved.spec.quiet:
         for note in resolved.notes:
-            tell(in_callers_syntax(note))
+            print_status(in_callers_syntax(note))
 
 
 def check_same_task(given: GivenTask, run: RunDir) -> None:

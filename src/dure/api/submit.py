@@ -8,7 +8,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from dure.api.settings import tell_notes
+from dure.api.settings import print_notes
 from dure.api.trust import check_trusted, is_true
 from dure.errors import Misuse, SpecInvalid
 from dure.records.run_dir import RunDir, check_name, default_name
@@ -190,7 +190,7 @@ def _check_training(training: Training, wishes: Wishes) -> RunSpec:
         base=base,
         total_devices=num_ranks if wishes.nodes > 1 else None,
     )
-    tell_notes(resolved)
+    print_notes(resolved)
     spec = resolved.spec
     if spec.preflight:
         raise SpecInvalid(

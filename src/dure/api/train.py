@@ -14,7 +14,7 @@ from dure.api.local import (
 )
 from dure.api.multi_node import preflight_settings, several_hosts, train_on_hosts
 from dure.api.preconditions import check_before_start
-from dure.api.settings import absolute, check_same_task, settle, tell_notes
+from dure.api.settings import absolute, check_same_task, print_notes, settle
 from dure.api.trust import check_trusted, is_true
 from dure.cluster.rank import Launched, read_launcher
 from dure.errors import Interrupted, Misuse, RunInvalid, SpecInvalid, WorkerFailed
@@ -25,7 +25,7 @@ from dure.own_files import touch
 from dure.process.jobs import EvaluateJob
 from dure.process.stop_signals import end_if_unanswered, stop_exit_code
 from dure.records.events import Evaluation
-from dure.records.run_dir import SPEC, RunDir, saying
+from dure.records.run_dir import SPEC, RunDir, os_errors_as_sentences
 from dure.records.step_record import Metric, RunSummary
 from dure.report.summary import summarise
 from dure.spec import (
@@ -104,7 +104,7 @@ def _train(
         resolved = without_extra_processes(resolved, launched)
     spec = resolved.spec
     if launched is None or launched.rank.rank == 0:
-        tell_notes(resolved)
+        print_notes(resolved)
     several = several_hosts(resolved, launched)
     check_before_start(spec, launched)
     if spec.preflight:
@@ -184,7 +184,7 @@ def _evaluate(opened: RunDir, which: str, settings: Mapping[str, Any], named: st
     spec = resolve(flags=settings, environ={}, config=None, task_defaults={}, strategies=STRATEGIES, base=base).spec
     check_before_start(spec)
     answer = f".evaluation-{os.getpid()}.json"
-    with saying(opened.path, "written"):  # the result is returned through a file in it
+    with os_errors_as_sentences(opened.path, "written"):  # the result is returned through a file in it
         touch(opened.path / answer)
         (opened.path / answer).unlink()
     job = EvaluateJob(run=str(opened.path), spec=spec.model_dump(mode="json"), which=which, answer=answer)

@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 from cyclopts import Parameter
 
 from dure.cli.output import JsonFlag
-from dure.terminal import one_line, print_json, print_text, tell
+from dure.terminal import one_line, print_json, print_status, print_text
 from dure.units import format_bytes
 
 
@@ -32,7 +32,7 @@ def export(
         print_json(result)
     else:
         for warning in result["warnings"]:
-            tell(warning)
+            print_status(warning)
         size = result.get("num_bytes")
         description = f"{which} checkpoint {result['checkpoint']}"
         print_text(

@@ -10,7 +10,7 @@ from cyclopts import Parameter
 from dure.cli.options import torchrun_flags
 from dure.cli.options.nodes import NodeRank, NumNodes, PublicAddressFlag, Rendezvous, RendezvousTimeout, SecretFile
 from dure.errors import Misuse, WorkerFailed
-from dure.terminal import tell
+from dure.terminal import print_status
 
 _END_OF_FLAGS = "--"
 _TRUTHS = torchrun_flags.TRUTHS | {"no-prefix", "allow-public-address", "preflight", "share-run", "help", "h"}
@@ -37,7 +37,7 @@ def read(tokens: list[str]) -> tuple[list[str], Callable[..., None]]:
 
     def command(*args: Any, **settings: Any) -> None:
         for note in notes:
-            tell(note)
+            print_status(note)
         run(*args, **settings, arguments=tuple(arguments))
 
     parameters = inspect.signature(run).parameters.values()

@@ -11,7 +11,7 @@ from cyclopts import Parameter
 from dure.cli.output import JsonFlag
 from dure.records.run_list import list_runs
 from dure.spec import RunSpec
-from dure.terminal import one_line, print_json, tell
+from dure.terminal import one_line, print_json, print_status
 
 
 def read(tokens: list[str]) -> tuple[list[str], Callable[..., None]]:
@@ -39,7 +39,7 @@ def runs(
     if found:
         draw(runs_table(found))
     else:
-        tell(f"no runs in {one_line(folder)}: `dure train` starts one")
+        print_status(f"no runs in {one_line(folder)}: `dure train` starts one")
 
 
 def _default_folder() -> Path:

@@ -11,7 +11,7 @@ from dure.cli.output import JsonFlag
 from dure.errors import Misuse
 from dure.spec import flag_name, unknown_name
 from dure.styled import draw, joined, styled, styled_lines
-from dure.terminal import print_json, print_text, tell
+from dure.terminal import print_json, print_status, print_text
 
 if TYPE_CHECKING:
     from dure.strategies.contract.info import StrategyInfo
@@ -57,7 +57,7 @@ def strategies(
     if name is not None and name not in STRATEGIES:
         raise Misuse(STRATEGIES.faults.get(name) or unknown_name("strategy", name, STRATEGIES))
     for fault in STRATEGIES.faults.values():
-        tell(fault)
+        print_status(fault)
     chosen = [STRATEGIES[name]] if name is not None else list(STRATEGIES.values())
     if json and markdown:
         raise Misuse("--json and --markdown are two forms of one answer: choose one")

@@ -106,11 +106,11 @@ def train(
     if options:
         settings["task_options"] = options
     if show_spec:
-        from dure.api.settings import tell_notes
+        from dure.api.settings import print_notes
         from dure.cli.show_spec import print_spec
 
         resolved = api.resolve_settings(task, resume=resume, config=config, **settings)
-        tell_notes(resolved)
+        print_notes(resolved)
         print_spec(resolved, as_json=json)
         return
     summary = api.train(task, resume=resume, config=config, **settings)

@@ -19,11 +19,11 @@ from dure.documents import parse_json
 from dure.errors import EnvironmentLacks, PeerLost
 from dure.host.devices import interface_of
 from dure.process.context import StoreAddress
-from dure.terminal import tell
+from dure.terminal import print_status
 from dure.torchcompat import store_at, store_on_socket
 
 _POLL_SECONDS = 0.02
-_SAY_AFTER_SECONDS = 10.0
+_PRINT_AFTER_SECONDS = 10.0
 """Seconds after which a waiting rank reports which ranks it waits for."""
 _PORT_PATIENCE_SECONDS = 5.0
 """Seconds that the ranks of an earlier start have to release the port."""
@@ -197,7 +197,7 @@ class _Patience:
     def __init__(self, rank: RankInfo, whom: str, seconds: float) -> None:
         self.rank, self.whom, self.seconds = rank, whom, seconds
         self.start = time.monotonic()
-        self.has_said = False
+        self.has_printed = False
 
     def sleep(self, reason: str = "") -> None:
         waited = time.monotonic() - self.start
@@ -207,9 +207,9 @@ class _Patience:
                 f"rank {self.rank.rank} of {self.rank.world_size} waited {self.seconds:g} s in vain for "
                 f"{self.whom}{why}: see what the others said, or raise --timeout-seconds"
             )
-        if waited > _SAY_AFTER_SECONDS and not self.has_said:
-            self.has_said = True
-            tell(f"rank {self.rank.rank} waits for {self.whom}{why}")
+        if waited > _PRINT_AFTER_SECONDS and not self.has_printed:
+            self.has_printed = True
+            print_status(f"rank {self.rank.rank} waits for {self.whom}{why}")
         time.sleep(_POLL_SECONDS)
 
 

@@ -14,7 +14,7 @@ from dure.failures.verdict import WorkerEnd, judge
 from dure.launch.hangs.diagnosis import verdict_from_json
 from dure.records.events import Attempt, Event, RankLost, Restarted, StepSkipped, UnknownEvent
 from dure.records.jsonl import last_record
-from dure.records.run_dir import RunDir, saying
+from dure.records.run_dir import RunDir, os_errors_as_sentences
 from dure.records.run_list import RunOverview, overview
 
 SEVERITIES = ("note", "warning", "error")
@@ -72,7 +72,7 @@ def diagnose(run: RunDir) -> Diagnosis:
         RunInvalid: Its records cannot be read.
     """
     seen = overview(run)
-    with saying(run.path, "read"), run.understood():
+    with os_errors_as_sentences(run.path, "read"), run.understood():
         events = list(run.events())
         end = _death(run, seen, events) if seen.status == "died" else _end(run, seen)
         found = [*end, *_hangs(run, seen), *_restarts(run, events), *_events(events), *_silence(run, seen)]

@@ -3,7 +3,7 @@
 from dure.errors import EnvironmentLacks
 from dure.preflight.all_checks import preflight
 from dure.preflight.settings import PreflightSettings
-from dure.terminal import tell
+from dure.terminal import print_status
 
 
 def refuse_unless_ready(settings: PreflightSettings, *, is_quiet: bool = False) -> None:
@@ -23,5 +23,5 @@ def refuse_unless_ready(settings: PreflightSettings, *, is_quiet: bool = False) 
     if is_quiet:
         return
     for finding in report.warnings:
-        tell(f"preflight: warning: {finding.name}: {report.sentence_of(finding)}")
-    tell(f"preflight: {report.verdict}")
+        print_status(f"preflight: warning: {finding.name}: {report.sentence_of(finding)}")
+    print_status(f"preflight: {report.verdict}")

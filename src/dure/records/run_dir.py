@@ -79,11 +79,11 @@ class RunDir:
             DiskFull: There is no space for it.
         """
         check_name(name)
-        with saying(runs_dir, "made"):
+        with os_errors_as_sentences(runs_dir, "made"):
             runs_dir.mkdir(parents=True, exist_ok=True)
         for number in range(1, 1000 if or_numbered else 2):
             path = runs_dir / (name if number == 1 else f"{name[:59]}-{number}")
-            with contextlib.suppress(FileExistsError), saying(path, "made"):
+            with contextlib.suppress(FileExistsError), os_errors_as_sentences(path, "made"):
                 path.mkdir(mode=SHARED if is_shared else PRIVATE)
                 make_folder(path / "logs")
                 if not for_script:
@@ -106,7 +106,7 @@ class RunDir:
             RunInvalid: The folder does not exist, or is not that of a run.
         """
         path = Path(path)
-        with saying(path, "read"):
+        with os_errors_as_sentences(path, "read"):
             return cls._open(path, or_script=or_script)
 
     @classmethod
@@ -163,7 +163,7 @@ class RunDir:
         target = self.path / name
         temporary = target.with_name(f".{target.name}.{os.getpid()}.tmp")
         text = json.dumps(data, indent=2, ensure_ascii=False, default=str) + "\n"
-        with saying(target, "written"):
+        with os_errors_as_sentences(target, "written"):
             try:
                 with open(temporary, "w", encoding="utf-8", errors="backslashreplace", opener=open_own) as file:
                     file.write(text)
@@ -182,7 +182,7 @@ class RunDir:
             RunInvalid: It is missing, cannot be read, or is not JSON.
         """
         try:
-            with saying(self.path / name, "read"):
+            with os_errors_as_sentences(self.path / name, "read"):
                 return read_json(self.path / name)
         except DocumentInvalid as error:
             raise _damaged(self.path / name, error) from None
@@ -294,7 +294,7 @@ class RunDir:
             begin = end_of_lines_until(path, lambda line: _step_of(path, line).samples_seen <= samples_seen)
             undone = list(read_lines(path, begin))
             rank = int(path.stem.removeprefix("rank"))
-        with saying(path, "written"):
+        with os_errors_as_sentences(path, "written"):
             if undone:
                 with open(self.path / "undone.jsonl", "a", encoding="utf-8", opener=open_own) as file:
                     file.writelines(json.dumps({"rank": rank, **record}) + "\n" for record in undone)
@@ -313,7 +313,7 @@ class RunDir:
             RunInvalid: The folder cannot be written.
         """
         line = json.dumps(event_to_json(event), default=str) + "\n"
-        with saying(self.path / EVENTS, "written"):
+        with os_errors_as_sentences(self.path / EVENTS, "written"):
             descriptor = open_own(self.path / EVENTS, os.O_RDWR | os.O_APPEND | os.O_CREAT)
             try:
                 left = (_newline_after_torn_line(descriptor) + line).encode()
@@ -397,7 +397,7 @@ class RunDir:
         """
         self.refuse_linked_folders()
         owner = os.getpid()
-        with saying(self.path / LOCK, "opened"):
+        with os_errors_as_sentences(self.path / LOCK, "opened"):
             descriptor = open_own(self.path / LOCK, os.O_RDWR | os.O_CREAT)
         try:
             _take(descriptor, self.path)
@@ -413,7 +413,7 @@ class RunDir:
     def _note_owner(self, descriptor: int, owner: int) -> None:
         """Record the owner of the run; if there is no space for that, remove a folder that is not a run yet."""
         try:
-            with saying(self.path / LOCK, "written"):
+            with os_errors_as_sentences(self.path / LOCK, "written"):
                 os.ftruncate(descriptor, 0)
                 os.pwrite(descriptor, f"{owner}\n".encode(), 0)
             self.append_event(Attempt(pid=owner, host=platform.node()))
@@ -496,7 +496,7 @@ def _take(descriptor: int, path: Path) -> None:
 
 
 @contextlib.contextmanager
-def saying(path: Path, done: str) -> Iterator[None]:
+def os_errors_as_sentences(path: Path, done: str) -> Iterator[None]:
     """Turn errors of the operating system about a file into sentences."""
     try:
         yield

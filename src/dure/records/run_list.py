@@ -8,7 +8,7 @@ from pydantic import Field, TypeAdapter
 
 from dure.errors import DureError, RunInvalid
 from dure.records.events import Attempt
-from dure.records.run_dir import SCRIPT, SPEC, SUMMARY, RunDir, saying
+from dure.records.run_dir import SCRIPT, SPEC, SUMMARY, RunDir, os_errors_as_sentences
 from dure.records.step_record import RunEnd
 
 _Count = Annotated[int, Field(strict=True, ge=0, lt=2**63)]
@@ -47,7 +47,7 @@ def list_runs(runs_dir: Path) -> list[RunOverview]:
     """
     if not runs_dir.is_dir():
         raise RunInvalid(f"{runs_dir} is no folder: start a run with `dure train`, or point --runs-dir at your runs")
-    with saying(runs_dir, "read"):
+    with os_errors_as_sentences(runs_dir, "read"):
         paths = sorted(runs_dir.iterdir())
     return [overview(RunDir(path)) for path in paths if _may_be_run(path)]
 
@@ -62,7 +62,7 @@ def _may_be_run(path: Path) -> bool:
 def overview(run: RunDir) -> RunOverview:
     """Return the status of a run and its facts; a damaged run is `unreadable`."""
     try:
-        with saying(run.path, "read"), run.understood():
+        with os_errors_as_sentences(run.path, "read"), run.understood():
             found = _script_overview(run) if run.is_script else _task_overview(run)
             return _CHECKED.validate_python(found)
     except DureError as error:

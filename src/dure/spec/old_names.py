@@ -70,7 +70,7 @@ class Names(Protocol):
     """Spelling of settings in one source."""
 
     @property
-    def say(self) -> Callable[[str], str]: ...
+    def origin_of(self) -> Callable[[str], str]: ...
 
     @property
     def spell(self) -> Callable[[str], str]: ...
@@ -78,7 +78,7 @@ class Names(Protocol):
 
 def note(source: Names, old: str, name: str) -> str:
     """Return a note that an old name was accepted, with the current one."""
-    where, spelled = source.say(old), source.spell(old)
+    where, spelled = source.origin_of(old), source.spell(old)
     where = where if where.endswith(spelled) else f"{where}: {spelled}"
     return f"{where} is called {source.spell(name)} now; the old name is understood in this version only"
 
@@ -86,6 +86,6 @@ def note(source: Names, old: str, name: str) -> str:
 def given_twice(source: Names, old: str, name: str) -> str:
     """Return a message about a setting with two values in one source, under its old and its current name."""
     return (
-        f"{source.say(old)}: {source.spell(old)} is the old name of {source.spell(name)}, which is given too: leave it "
-        "out"
+        f"{source.origin_of(old)}: {source.spell(old)} is the old name of {source.spell(name)}, which is given too: "
+        "leave it out"
     )

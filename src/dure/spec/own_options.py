@@ -57,12 +57,12 @@ class OwnOptions:
                 fault = unknown_name("option", source.spell(name), known)
                 others = strategies_with(option, self.strategies)
                 also = f"; {option} is an option of {_listed(others)}" if others else ""
-                self.faults.append(f"{source.say(name)}: {fault}{also}")
+                self.faults.append(f"{source.origin_of(name)}: {fault}{also}")
             elif value is not None:
-                self._set(option, value, source.say(name))
+                self._set(option, value, source.origin_of(name))
 
     def _fault_of_another(self, source: Source, strategy: str, option: str) -> str:
-        where, able = source.say(f"{strategy}.{option}"), strategies_with(option, self.strategies)
+        where, able = source.origin_of(f"{strategy}.{option}"), strategies_with(option, self.strategies)
         if self.strategy in able:
             own = source.spell(f"{self.strategy}.{option}")
             return f"{where}: the strategy is {self.strategy}: write {own}, or choose --strategy {strategy}"
@@ -75,7 +75,7 @@ class OwnOptions:
         return f"strategy {self.strategy} has no option {option}: choose --strategy {_listed(able)}, or leave it out"
 
     def _take_old(self, source: Source, old: str, table: Mapping[str, Any]) -> None:
-        option, value, where = option_name(old), source.values[old], source.say(old)
+        option, value, where = option_name(old), source.values[old], source.origin_of(old)
         if option not in self.cls.model_fields or self.strategy not in STRATEGIES_WITH[old]:
             if old not in WITHOUT_EFFECT and not self._is_default(old, value):
                 self.faults.append(f"{where}: {self._refusal(option, STRATEGIES_WITH[old])}")

@@ -108,7 +108,7 @@ def resolve(
         # output concerns this terminal, not the run; nodes and checks concern this start
         left_out = {"quiet", "preflight", "accept_changes", "trust_task"}
         values = base.model_dump(exclude={*left_out, *NODE_FIELDS, *RECORD_FIELDS, *OPTIONS_FIELDS})
-        ground = Source(values=values, say=lambda name: "the resumed run", is_chosen=False)
+        ground = Source(values=values, origin_of=lambda name: "the resumed run", is_chosen=False)
         file, environment = without_place(file), without_place(environment)
     sources = (ground, file, environment, flag_source(settings))
     for source in sources:
@@ -148,13 +148,15 @@ def _overlay(draft: _Draft, source: Source, strategies: Mapping[str, StrategyTra
         if name not in SETTINGS:
             known = [*SETTINGS, *source.more, *option_names(strategies)]
             fault = unknown_setting("setting", name, known, source.spell)
-            draft.faults.append(f"{source.say(name)}: {fault}")
+            draft.faults.append(f"{source.origin_of(name)}: {fault}")
         elif name == "task_options":
             _overlay_options(draft, source, value)
         elif name == "task" and isinstance(value, Mapping):
-            draft.faults.append(f"{source.say(name)}: task is a table: put the task's options under [task_options]")
+            draft.faults.append(
+                f"{source.origin_of(name)}: task is a table: put the task's options under [task_options]"
+            )
         else:
-            draft.values[name], draft.origin[name] = value, source.say(name)
+            draft.values[name], draft.origin[name] = value, source.origin_of(name)
             (draft.chosen.add if source.is_chosen else draft.chosen.discard)(name)
     _overlay_length(draft, source)
 
@@ -175,18 +177,20 @@ def _with_names_of_now(draft: _Draft, source: Source) -> dict[str, Any]:
 
 def _overlay_options(draft: _Draft, source: Source, options: Any) -> None:
     if not isinstance(options, Mapping):
-        draft.faults.append(f"{source.say('task_options')}: task_options is {options!r} but must be a table")
+        draft.faults.append(f"{source.origin_of('task_options')}: task_options is {options!r} but must be a table")
         return
     for name, value in options.items():
         key = f"task_options.{name}"
-        draft.options[name], draft.origin[key] = value, source.say(key)
+        draft.options[name], draft.origin[key] = value, source.origin_of(key)
         (draft.chosen.add if source.is_chosen else draft.chosen.discard)(key)
 
 
 def _overlay_length(draft: _Draft, source: Source) -> None:
     given = [name for name in LENGTH_FIELDS if source.values.get(name) is not None]
     if len(given) == 2:
-        draft.faults.append(f"{source.say('epochs')} and {source.say('samples')} both say how long to train: give one")
+        draft.faults.append(
+            f"{source.origin_of('epochs')} and {source.origin_of('samples')} both say how long to train: give one"
+        )
     elif given:
         draft.drop("samples" if given == ["epochs"] else "epochs")
 
@@ -263,12 +267,12 @@ def _validate(draft: _Draft, strategies: StrategyTable[StrategyTraits], own: Own
     options, bad_options = ({}, set()) if own is None else own.validated()
     given = {"task": "-:-", "task_options": draft.options, "options": options, **sound}
     spec = RunSpec.model_validate(in_tables(given))
-    draft.faults += [f"{_say(draft, rule.blame)}: {rule.fault(spec)}" for rule in RULES if rule.breaks(spec, bad)]
+    draft.faults += [f"{_origin(draft, rule.blame)}: {rule.fault(spec)}" for rule in RULES if rule.breaks(spec, bad)]
     if own is not None:
         draft.faults += own.faults
         if not bad and not bad_options:
             faults = own.cls.of(spec).faults(spec)
-            draft.faults += [f"{own.origin.get(blame) or _say(draft, blame)}: {fault}" for blame, fault in faults]
+            draft.faults += [f"{own.origin.get(blame) or _origin(draft, blame)}: {fault}" for blame, fault in faults]
     if "strategy" not in bad:
         draft.faults += _strategy_faults(draft, spec, strategies, bad)
     if not has_task and "task" not in bad:
@@ -290,14 +294,14 @@ def _strategy_faults(
         many = next(name for name, row in strategies.items() if row.default_for == "many")
         cure = "--nproc 1" if spec.num_nodes == 1 else "--nnodes 1 and --nproc 1"
         faults.append(
-            f"{_say(draft, 'strategy')}: strategy {spec.strategy} uses one device but {spec.counted_devices}:"
+            f"{_origin(draft, 'strategy')}: strategy {spec.strategy} uses one device but {spec.counted_devices}:"
             f" choose {many}, or say {cure}"
         )
     if spec.mesh is not None and not bad & {"mesh", "nproc", "nnodes"}:
         try:
             parse_mesh(spec.mesh, traits.mesh_axes, spec.num_devices, spec.counted_devices)
         except ValueError as error:
-            faults.append(f"{_say(draft, 'mesh')}: {error}")
+            faults.append(f"{_origin(draft, 'mesh')}: {error}")
     for setting in sorted({name for row in strategies.values() for name in row.settings}):
         value = spec.setting(setting)
         is_default = value == field_of(setting).get_default(call_default_factory=True)
@@ -306,13 +310,13 @@ def _strategy_faults(
         first, *others = (name for name, row in strategies.items() if setting in row.settings)
         able = f"{first} (or {', '.join(others)})" if others else first
         faults.append(
-            f"{_say(draft, setting)}: {setting} is {value} but strategy {spec.strategy} cannot honour it:"
+            f"{_origin(draft, setting)}: {setting} is {value} but strategy {spec.strategy} cannot honour it:"
             f" choose --strategy {able}, or leave it out"
         )
     return faults
 
 
-def _say(draft: _Draft, name: str) -> str:
+def _origin(draft: _Draft, name: str) -> str:
     return f"{draft.origin.get(name, 'default')}"
 
 

@@ -26,7 +26,7 @@ class Source:
     """Source of settings."""
 
     values: Mapping[str, Any]
-    say: Callable[[str], str]
+    origin_of: Callable[[str], str]
     """Function that returns the origin of one setting as text."""
     spell: Callable[[str], str] = str
     """Function that spells a setting's name as in this source."""
@@ -42,10 +42,10 @@ class Source:
 
 def flag_source(settings: Mapping[str, Any]) -> Source:
     """Return the source for the call: flags, or arguments in Python."""
-    return Source(values=settings, say=_say_flag, spell=flag_name, more=("resume",), is_for_one_strategy=True)
+    return Source(values=settings, origin_of=_flag_origin, spell=flag_name, more=("resume",), is_for_one_strategy=True)
 
 
-def _say_flag(name: str) -> str:
+def _flag_origin(name: str) -> str:
     if name == "task":
         return "argument task"
     option = name.removeprefix("task_options.")
@@ -61,7 +61,7 @@ def task_source(defaults: Mapping[str, Any], higher: list[Mapping[str, Any]]) ->
     """
     task = next((str(values["task"]) for values in higher if "task" in values), "task")
     label = f"{task.rpartition(':')[2]}.defaults"
-    return Source(values=defaults, say=lambda name: label, is_chosen=False)
+    return Source(values=defaults, origin_of=lambda name: label, is_chosen=False)
 
 
 def without_place(source: Source) -> Source:
@@ -89,10 +89,10 @@ def environment_source(
             values["task_options"] = _options_from_json(variable, text, faults)
         else:
             values[known[variable]] = text
-    return Source(values=values, say=_say_variable, spell=_variable)
+    return Source(values=values, origin_of=_variable_origin, spell=_variable)
 
 
-def _say_variable(name: str) -> str:
+def _variable_origin(name: str) -> str:
     return f"environment {_variable('task_options' if name.startswith('task_options.') else name)}"
 
 
@@ -114,13 +114,13 @@ def _options_from_json(variable: str, text: str, faults: list[str]) -> dict[str,
 def config_source(config: Path | None, faults: list[str]) -> Source:
     """Return the source for the settings of a TOML file."""
     if config is None:
-        return Source(values={}, say=str)
+        return Source(values={}, origin_of=str)
     values: dict[str, Any] = {}
     try:
         values = read_toml(config)
     except SpecInvalid as error:
         faults += error.faults
-    return Source(values=values, say=lambda name: str(config))
+    return Source(values=values, origin_of=lambda name: str(config))
 
 
 def read_toml(config: Path) -> dict[str, Any]:

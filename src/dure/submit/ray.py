@@ -18,13 +18,13 @@ from dure.failures.verdict import STOP_ENDS
 from dure.process.stop_signals import handled_signals, signal_name, stop_exit_code
 from dure.submit.job import Job
 from dure.submit.ray_rank import Look, RayRank
-from dure.terminal import pass_on, shell_word, tell
+from dure.terminal import pass_on, print_status, shell_word
 
 _LOOK_SECONDS = 0.2
 _CONNECT_SECONDS = 10.0
 _GRACE_SECONDS = 60.0
 """Seconds that the other ranks have to end after one has failed."""
-_SAY_AFTER_SECONDS = 10.0
+_PRINT_AFTER_SECONDS = 10.0
 """Seconds before a message reports the wait for a placement."""
 
 
@@ -161,12 +161,12 @@ def _wait_for_place(ray: Any, group: Any, plan: Plan, received: list[int], *, is
         if received:
             raise Interrupted("stopped before the run had a place", stop_exit_code(received[0]))
         total = ray.cluster_resources()
-        if not has_printed and time.monotonic() - start > (0 if is_ours else _SAY_AFTER_SECONDS):
+        if not has_printed and time.monotonic() - start > (0 if is_ours else _PRINT_AFTER_SECONDS):
             has_printed = True
             words = f"{plan.job.nodes} node(s) with {plan.bundles()[0]}, and the cluster has {_shown(total)}"
             if is_ours and (wanted > total.get("CPU", 0) or plan.job.nodes > 1):
                 raise EnvironmentLacks(f"the run needs {words}: ask for less, or give a larger cluster's --address")
-            tell(f"waiting for {words}")
+            print_status(f"waiting for {words}")
 
 
 def _shown(resources: dict[str, float]) -> str:

@@ -70,13 +70,13 @@ class Progress:
         name = next((name for name in metrics if name != "loss"), "loss")
         self._metric = f"val {name} {metrics[name].value:.4f}"
         trained = "" if train_loss is None else f"train loss {train_loss:.4f}  "
-        self.say(f"epoch {epochs:g}  {trained}{shown}")
+        self.print_lines(f"epoch {epochs:g}  {trained}{shown}")
 
-    def say(self, text: str) -> None:
+    def print_lines(self, text: str) -> None:
         """Print text on permanent lines."""
         if not self._quiet:
             with self._while_read():
-                self._line.say(text)
+                self._line.print_lines(text)
 
     def close(self) -> None:
         """Leave the terminal on a new line."""

@@ -144,7 +144,7 @@ class Trainer:
                 session.data_state.record()
             if not self.is_restart:  # a restart has passed it already, and its other ranks are waiting
                 session.notes += rehearse_evaluation(session, self.best)
-            self._say_start()
+            self._print_start()
             self.loop = TrainingLoop(
                 session.strategy,
                 session.train_loader,
@@ -205,14 +205,14 @@ class Trainer:
             if self.memory.is_due():
                 # after all actions at this position, so that they are repeated if a rank dies during them
                 self.memory.take(self._settle)
-                self._say_what_is_not_kept()
+                self._report_not_kept()
         self._settle()
         if position.samples_seen > position.evaluated_samples:
             every = self.session.spec.eval_every_epochs * self.session.order.epoch_samples
             last = max(position.evaluated_samples, 0)
             self._evaluate(is_extra=not _crossed(last, position.samples_seen, every))
         if session.eval_loader is None:
-            self._say_epoch()
+            self._print_epoch()
         self._save(is_last=True)
         self.replicas.close()
         return "completed"
@@ -237,7 +237,7 @@ class Trainer:
         if is_evaluation:
             self._evaluate()
         if is_epoch_end and session.eval_loader is None:
-            self._say_epoch()
+            self._print_epoch()
         if is_save:
             self._save()
         self.loop.restart_clock()
@@ -264,7 +264,7 @@ class Trainer:
             self.progress.step(record)
             self.memory.note(record.wall_seconds)
             if outcome.skipped is not None:
-                self._say_skipped(record.step, outcome.skipped)
+                self._print_skipped(record.step, outcome.skipped)
             if self.scalars is not None:
                 self._write_scalars(record)
             requests = outcome.requests
@@ -302,13 +302,13 @@ class Trainer:
         self._together(lambda: self.checkpointer.save(self.last_metrics, is_last=is_last))
         self.current_phase("training")
         self._note_between_evaluations()
-        self._say_what_is_not_kept()
+        self._report_not_kept()
         if texts := self._together(lambda: self.late.new_declarations(self.position.step, is_last=is_last)):
             self._event(events.NotPreserved(texts=tuple(texts)))
         if lost := lost_shares(self.session.strategy):
-            self._say_lost(lost)
+            self._report_lost(lost)
 
-    def _say_what_is_not_kept(self) -> None:
+    def _report_not_kept(self) -> None:
         """Declare, once each, state that no checkpoint can hold, and state that the loss began to change late."""
         lost = dict(self.session.kept.lost)
         if self.session.data_state is not None:
@@ -316,7 +316,7 @@ class Trainer:
         new = {path: why for path, why in lost.items() if path not in self._reported_not_kept}
         texts = [f"state that no checkpoint holds: {why}; a resume begins without it" for why in new.values()]
         for text in texts:
-            self.progress.say(f"{text} (give the task state_dict() and load_state_dict())")
+            self.progress.print_lines(f"{text} (give the task state_dict() and load_state_dict())")
         late = [path for path in self._changed_late() if path not in self._reported_not_kept]
         if late:
             texts.append(f"state that began to change later ({few_of(late)}): by each part of a batch")
@@ -339,7 +339,7 @@ class Trainer:
         if self._evaluated is not None:
             self._set_between |= self._evaluated.changed().keys()
 
-    def _say_lost(self, lost: list[LostShare]) -> None:
+    def _report_lost(self, lost: list[LostShare]) -> None:
         """Record exactly which samples were not used because their rank died."""
         samples_seen, step = self.begun_at
         last = max(share.step for share in lost)
@@ -364,7 +364,9 @@ class Trainer:
             shares = tuple(share for share in found if share.rank == rank)
             self._event(events.RankLost(rank=rank, samples_seen=self.position.samples_seen, shares=shares))
             count = sum(len(share.samples) for share in shares)
-            self.progress.say(f"rank {rank} was lost, and {count} samples of its shares: rank_lost in events.jsonl")
+            self.progress.print_lines(
+                f"rank {rank} was lost, and {count} samples of its shares: rank_lost in events.jsonl"
+            )
 
     # evaluation
 
@@ -426,12 +428,12 @@ class Trainer:
             # the best weights must be on disk before training changes them
             self._save()
 
-    def _say_epoch(self) -> None:
+    def _print_epoch(self) -> None:
         """Show the training loss of the finished epoch, if no evaluation shows it."""
         position = self.position
         epochs = round(position.samples_seen / self.session.order.epoch_samples, 4)
         if position.loss_count:
-            self.progress.say(f"epoch {epochs:g}  train loss {position.loss_sum / position.loss_count:.4f}")
+            self.progress.print_lines(f"epoch {epochs:g}  train loss {position.loss_sum / position.loss_count:.4f}")
         position.loss_sum = position.loss_count = 0.0
 
     def _note_best(self, metrics: dict[str, Metric]) -> bool:
@@ -447,7 +449,7 @@ class Trainer:
 
     # reports
 
-    def _say_start(self) -> None:
+    def _print_start(self) -> None:
         session, spec, strategy = self.session, self.session.spec, self.session.strategy
         self._event(
             events.Training(
@@ -472,30 +474,34 @@ class Trainer:
             return
         if self.is_restart:
             step = self.position.step
-            self.progress.say(f"going on after step {step}" if step else "beginning again with the first step")
+            self.progress.print_lines(f"going on after step {step}" if step else "beginning again with the first step")
             return
         devices = f"{spec.num_devices} x {strategy.device.type}"
         through = f" through {session.group.transport}" if session.group.world_size > 1 else ""
-        self.progress.say(
+        self.progress.print_lines(
             f"{type(session.task).__name__}: {strategy.info.name} on {devices}{through}\n"
             f"{session.order.num_samples:,} samples, global batch {spec.global_batch_size}, seed {spec.seed}\n"
             f"run folder {self.run.path}"
         )
         if self.position.step:
-            self.progress.say(f"resumed at step {self.position.step}, {self.position.samples_seen:,} samples seen")
+            self.progress.print_lines(
+                f"resumed at step {self.position.step}, {self.position.samples_seen:,} samples seen"
+            )
         if self.position.samples_seen >= session.total_samples:
-            self.progress.say("nothing is left to do: the run is as long as it was to be; to go on give more --epochs")
+            self.progress.print_lines(
+                "nothing is left to do: the run is as long as it was to be; to go on give more --epochs"
+            )
         for line in strategy.describe():
-            self.progress.say(line)
+            self.progress.print_lines(line)
         if strategy.device.type == "cpu" and (ratio := slowdown_of_threads()) is not None:
             self._event(events.SlowThreads(threads=session.place.threads, slowdown=ratio))
-            self.progress.say(
+            self.progress.print_lines(
                 f"the {session.place.threads} threads of a rank wait for cores that other work uses: small operations "
                 f"take {ratio:,.0f} times as long as with one, so --threads 1 may be much faster"
             )
         text = session.task.describe(strategy.model)
         if text:
-            self.progress.say(text)
+            self.progress.print_lines(text)
 
     def _not_preserved_by_halving(self) -> list[str]:
         size = self.session.place.orders.microbatch_size
@@ -503,9 +509,9 @@ class Trainer:
             return []
         return [f"microbatches: of at most {size} samples, made smaller when memory ran out"]
 
-    def _say_skipped(self, step: int, cause: LossNotFinite) -> None:
+    def _print_skipped(self, step: int, cause: LossNotFinite) -> None:
         self._event(events.StepSkipped(step=step, message=str(cause), culprits=tuple(map(dict, cause.culprits))))
-        self.progress.say(f"step {step} was skipped: {cause}")
+        self.progress.print_lines(f"step {step} was skipped: {cause}")
 
     def _event(self, event: events.Event) -> None:
         if self.is_first:

@@ -32,7 +32,7 @@ from dure.strategies.contract.replica_state import replica_of
 from dure.strategies.contract.strategy import Strategy
 from dure.strategies.state.tensor_shard import Needs, rectangles
 from dure.strategies.table import load_strategy
-from dure.terminal import print_traceback, tell
+from dure.terminal import print_status, print_traceback
 from dure.torchcompat import SequenceNumber, import_late_parts
 from dure.training.checkpoints.reader import Checkpoint
 from dure.training.checkpoints.store import CheckpointStore
@@ -177,7 +177,7 @@ class Worker:
 
     def _evaluate(self, job: EvaluateJob, session: Session) -> None:
         loader = evaluation_data_or_refuse(session)
-        store = CheckpointStore(self.run.checkpoints, 1, tell)
+        store = CheckpointStore(self.run.checkpoints, 1, print_status)
         path = None
         if session.group.rank == 0:
             path = store.best() if job.which == "best" else store.newest_valid()
@@ -199,7 +199,9 @@ class Worker:
         if session.group.rank == 0:
             changed = session.identity.changes_since(checkpoint.extra.get("identity", {}))
             if changed:
-                tell(f"{' and '.join(changed)} changed since {name} was saved: this is measured with what is there now")
+                print_status(
+                    f"{' and '.join(changed)} changed since {name} was saved: this is measured with what is there now"
+                )
             answer = {
                 "checkpoint": name,
                 "changed": changed,

@@ -15,7 +15,7 @@ from dure.launch.hangs.rank_state import RankState
 from dure.launch.hangs.waits import BUSY_FRACTION, Wait, agree, awaited_by, circles, differ_in_peer, reached, wait_of
 from dure.process.stop_signals import signal_name
 from dure.records.run_dir import RunDir
-from dure.terminal import tell
+from dure.terminal import print_status
 
 _LOADER_FILE = f"{os.sep}torch{os.sep}utils{os.sep}data{os.sep}"
 _DEBUGGER_FILES = tuple(os.path.join(os.path.dirname(os.__file__), name) for name in ("bdb.py", "code.py"))
@@ -97,7 +97,7 @@ def print_and_save_hang(run: RunDir | None, verdict: HangVerdict) -> None:
     with suppress(DureError):
         if run is not None:
             run.note_hang(verdict.to_json())
-    tell(verdict.text)
+    print_status(verdict.text)
 
 
 def explain(states: Sequence[RankState], silent_seconds: float) -> HangVerdict:

@@ -30,7 +30,7 @@ from dure.launch.nodes.messages import (
 )
 from dure.launch.nodes.peers import Member, Nodes
 from dure.launch.nodes.secret import read_secret
-from dure.terminal import tell
+from dure.terminal import print_status
 
 __all__ = ["DEFAULT_PORT", "NodeSettings", "join", "node_settings", "split_address"]
 
@@ -200,7 +200,7 @@ def _receive(settings: NodeSettings, family: int, address: Address, secret: byte
     except OSError as error:
         raise cannot_listen(settings.rendezvous, error) from None
     if ipaddress.ip_address(str(address[0])).is_loopback:
-        tell(f"{settings.rendezvous} leads to {address[0]} here: only processes of this host can join")
+        print_status(f"{settings.rendezvous} leads to {address[0]} here: only processes of this host can join")
     joined: dict[int, tuple[Member, Channel]] = {}
     try:
         _wait_for_all(settings, reception, joined)

@@ -23,7 +23,7 @@ class Listener(Protocol):
         """Handle a hang, before any action on it."""
         ...
 
-    def say(self, text: str) -> None:
+    def print_status(self, text: str) -> None:
         """Print the reason why a stop takes a while."""
         ...
 

@@ -178,7 +178,7 @@ def _report_stop(launch: Launch, workers: list[Worker], text: str) -> None:
     """Print the reason for a slow stop; a step that is merely long is recorded as no hang."""
     if launch.listener is not None and launch.orders.stopped_by is None:  # it was printed before these ranks started
         show_pending_output(launch, workers)
-        launch.listener.say(text)
+        launch.listener.print_status(text)
 
 
 def _ask_the_others_too(launch: Launch, alive: list[Worker], ends: list[WorkerEnd]) -> None:

@@ -16,7 +16,7 @@ from dure.records.leader_term import refuse_if_over
 from dure.records.run_dir import RunDir
 from dure.records.step_record import Metric
 from dure.strategies.state.checksum import checksum
-from dure.terminal import tell
+from dure.terminal import print_status
 from dure.training.checkpoints.async_save import MOST_OF_MEMORY, AsyncSave, SavedCheckpoint
 from dure.training.checkpoints.finite_check import finite_parameters
 from dure.training.checkpoints.rank_shard import shard_of
@@ -110,7 +110,7 @@ class Checkpointer:
                 group,
                 metrics=_plain(metrics) if is_evaluated else None,
                 is_best=is_best,
-                on_saved=self._say_saved,
+                on_saved=self._report_saved,
                 started=started,
             ).begin(self._captured(), group, None if is_last else self.copies)
         except DiskFull as error:
@@ -240,7 +240,7 @@ class Checkpointer:
             "waits while checkpoints are written"
         )
 
-    def _say_saved(self, saved: SavedCheckpoint) -> None:
+    def _report_saved(self, saved: SavedCheckpoint) -> None:
         with suppress(DiskFull):  # it is saved even if this fails
             self.event(
                 events.CheckpointSaved(
@@ -337,4 +337,4 @@ class Checkpointer:
         with suppress(DiskFull):  # the full disk may be the reason for the warning
             self.event(events.Warned(message=message))
         if self.is_first:
-            tell(message)
+            print_status(message)

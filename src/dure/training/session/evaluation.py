@@ -17,7 +17,7 @@ from dure.records.sums import Sum, exact_sum
 from dure.strategies.contract.batches import to_device
 from dure.strategies.contract.strategy import Strategy
 from dure.strategies.device_threads import DeviceThreads
-from dure.terminal import tell
+from dure.terminal import print_status
 from dure.training.session.loader import FetchRequest, Loader
 from dure.training.session.metric_checks import check_count, check_name, check_sum, doubt
 from dure.training.task.task import Task
@@ -102,7 +102,7 @@ def evaluate(
     everyones = [batch for rank in strategy.group.all_gather_json(plain) for batch in rank]
     metrics = _combined(everyones)
     if strategy.group.rank == 0:
-        _say_doubts(task, everyones, num_samples)
+        _print_doubts(task, everyones, num_samples)
     return metrics
 
 
@@ -120,13 +120,13 @@ _doubted: set[tuple[int, str]] = set()
 """Task identity and name of each metric already reported; identities because a task need not be hashable."""
 
 
-def _say_doubts(task: Task, batches: Sequence[dict[str, tuple[float, float]]], num_samples: int) -> None:
+def _print_doubts(task: Task, batches: Sequence[dict[str, tuple[float, float]]], num_samples: int) -> None:
     """Print each implausible metric value, once per metric."""
     for name in sorted({name for batch in batches for name in batch}):
         words = doubt(name, [batch[name] for batch in batches if name in batch], num_samples)
         if words is not None and (id(task), name) not in _doubted:
             _doubted.add((id(task), name))
-            tell(words)
+            print_status(words)
 
 
 def check_counts(at_once: Mapping[str, Metric], in_parts: Mapping[str, Metric], num_samples: int) -> None:

@@ -29,7 +29,7 @@ from dure.strategies.state.hooks import without_new_hooks
 from dure.strategies.state.objects.used_globals import used_globals
 from dure.strategies.state.shared_storage import sharing_memory
 from dure.strategies.table import STRATEGIES, load_strategy
-from dure.terminal import tell
+from dure.terminal import print_status
 from dure.torchcompat import import_late_parts, reads_of_world_size, settle_engine
 from dure.training.objects.kept_state import KeptState
 from dure.training.seeds import make_deterministic, seed_everything
@@ -153,7 +153,7 @@ def open_session(
         DataInvalid: The data are empty, or of a kind on which no run can be defined.
         RanksDisagree: The ranks did not build the same.
     """
-    startup = group.startup(None if spec.quiet else tell)
+    startup = group.startup(None if spec.quiet else print_status)
     with reads_of_world_size() as reads:
         seed_everything(spec.seed)
         task = make_task(spec.task, spec.task_options)

@@ -323,7 +323,7 @@ def stranger(hosts: Hosts, says: bytes) -> tuple[str, float]:
 def test_stranger_when_it_knocks_then_it_is_refused_within_a_second_and_the_run_does_not_notice(hosts, tmp_path):
     run = RunFiles(tmp_path / "runs/run")
     head = hosts.start(0, tmp_path, *TRAIN, "--nproc", 1, "--task.pause-seconds", "0.05")
-    wait_until(lambda: hosts.listeners(0), "the door")
+    wait_until(lambda: hosts.listeners(0), "the listener")
     assert hosts.listeners(0) == {"01014D0A"}
     for says in (b"", b"\x00\x00\x00\x02{}", os.urandom(64), b"GET / HTTP/1.1\r\n\r\n"):
         how, seconds = stranger(hosts, says)

@@ -93,14 +93,14 @@ def test_pairs_when_one_knows_another_secret_then_the_ways_to_and_from_it_are_st
 
 
 def test_pair_when_one_cannot_listen_then_the_others_are_told(three, monkeypatch):
-    real = pairs.Door
+    real = pairs.ChannelListener
 
     def refuse(family: int, address: Any, secret: bytes) -> Any:
         if secret != SECRET:
             raise OSError(errno.EADDRNOTAVAIL, "Cannot assign requested address")
         return real(family, address, secret)
 
-    monkeypatch.setattr(pairs, "Door", refuse)
+    monkeypatch.setattr(pairs, "ChannelListener", refuse)
     secrets = SECRET, SECRET, b"by which it is told apart"
     found = at_once(*(lambda n=n, s=s: try_pairs(n, s) for n, s in zip(three, secrets, strict=True)))[0]
     closed = [(one.source, one.target, one.said) for one in found if one.cause == "closed"]
@@ -132,7 +132,7 @@ def test_pair_when_it_does_not_come_through_then_its_cause_is_told_apart(error, 
     def refuse(*_: object, **__: object) -> None:
         raise error
 
-    monkeypatch.setattr(pairs, "knock", refuse)
+    monkeypatch.setattr(pairs, "connect", refuse)
     found = pairs._attempted(ATTEMPT, 1, SECRET, time.monotonic() + 1, time.time)
     assert found.cause == cause
     (told,) = pair_checks([found], MEMBERS)
@@ -156,12 +156,12 @@ def test_pair_when_long_messages_are_lost_on_the_way_then_it_stalls(monkeypatch)
             real(channel, message)
 
     monkeypatch.setattr(Channel, "send", lossy)
-    is_done, door = threading.Event(), pairs.Door(socket.AF_INET, ("127.0.0.1", 0), SECRET)
-    answerer = threading.Thread(target=pairs._answer, args=(door, is_done, time.time))
-    with closing(door):
+    is_done, listener = threading.Event(), pairs.ChannelListener(socket.AF_INET, ("127.0.0.1", 0), SECRET)
+    answerer = threading.Thread(target=pairs._answer, args=(listener, is_done, time.time))
+    with closing(listener):
         answerer.start()
         attempt = Attempt(source=0, target=1, address="127.0.0.1")
-        found = pairs._attempted(attempt, door.address[1], SECRET, time.monotonic() + 1.0, time.time)
+        found = pairs._attempted(attempt, listener.address[1], SECRET, time.monotonic() + 1.0, time.time)
         is_done.set()
         answerer.join()
     assert (found.cause, found.said) == ("stalled", "timed out")
@@ -193,12 +193,12 @@ def test_guest_when_it_sends_no_ping_then_it_is_sent_away(monkeypatch):
 
 def answered() -> tuple[str | None, str]:
     """Try one way; return what was found."""
-    is_done, door = threading.Event(), pairs.Door(socket.AF_INET, ("127.0.0.1", 0), SECRET)
-    answerer = threading.Thread(target=pairs._answer, args=(door, is_done, time.time))
-    with closing(door):
+    is_done, listener = threading.Event(), pairs.ChannelListener(socket.AF_INET, ("127.0.0.1", 0), SECRET)
+    answerer = threading.Thread(target=pairs._answer, args=(listener, is_done, time.time))
+    with closing(listener):
         answerer.start()
         attempt = Attempt(source=0, target=1, address="127.0.0.1")
-        found = pairs._attempted(attempt, door.address[1], SECRET, time.monotonic() + 5.0, time.time)
+        found = pairs._attempted(attempt, listener.address[1], SECRET, time.monotonic() + 5.0, time.time)
         is_done.set()
         answerer.join()
     return found.cause, found.said

@@ -69,7 +69,7 @@ class Meeting:
         """Network interface towards the other hosts; None if unknown, or if all ranks are on one host."""
         self._of_all_starts = dist.PrefixStore(f"dure/all/{point.job}/{number}", store)
         """Store of keys that later starts of the ranks see too, if the launcher serves it."""
-        self._knocks_answered = 0
+        self._num_answered = 0
         self._start = self._name_of_start() if point.is_served else point.job
         self.address = StoreAddress(host=host, port=point.port, prefix=f"dure/{self._start}/{number}")
         """Address of the store, for the process group."""
@@ -169,12 +169,12 @@ class Meeting:
         self._wait_for(self._of_all_starts, made_up, "rank 0")
         return self._of_all_starts.get(made_up).decode()
 
-    def _answer_knocks(self) -> None:
+    def _answer_requests(self) -> None:
         store = self._of_all_starts
-        num_knocks = store.add("knocks", 0)
-        if num_knocks == self._knocks_answered:
+        num_requests = store.add("knocks", 0)
+        if num_requests == self._num_answered:
             return
-        self._knocks_answered = num_knocks
+        self._num_answered = num_requests
         for rank in range(1, self.rank.world_size):
             if store.check([f"knock/{rank}"]):
                 store.set(store.get(f"knock/{rank}").decode(), self._start)
@@ -185,7 +185,7 @@ class Meeting:
         try:
             while not store.check([key]):
                 if self._point.is_served and self.rank.rank == 0:
-                    self._answer_knocks()
+                    self._answer_requests()
                 patience.sleep()
         except dist.DistError as error:
             raise PeerLost(f"the store of the ranks went away while rank {self.rank.rank} waited: {error}") from None

@@ -15,7 +15,7 @@ from dataclasses import asdict, dataclass, replace
 
 from dure.checked import Count, Number, Rank, Text, Time, record_from_json
 from dure.documents import DocumentInvalid
-from dure.launch.nodes.channel import Address, Channel, ChannelClosed, Door, HandshakeRefused, knock
+from dure.launch.nodes.channel import Address, Channel, ChannelClosed, ChannelListener, HandshakeRefused, connect
 from dure.launch.nodes.peers import Nodes
 from dure.preflight.node_records import record_of_node
 
@@ -87,21 +87,21 @@ def try_pairs(
     Raises:
         DureError: A node was lost meanwhile.
     """
-    address, door = nodes.own_address, None
+    address, listener = nodes.own_address, None
     try:
-        door = Door(*_resolved(address, 0), secret)
-        here = Listening(address=address, port=int(door.address[1]))
+        listener = ChannelListener(*_resolved(address, 0), secret)
+        here = Listening(address=address, port=int(listener.address[1]))
     except OSError as error:
         here = Listening(address=address, said=error.strerror or str(error))
-    doors = [record_of_node(Listening, record, rank) for rank, record in enumerate(nodes.gather(asdict(here)))]
-    if door is None:
-        return _shared(nodes, _tried(nodes.me.node_rank, doors, secret, patience_seconds, clock))
-    with closing(door):
+    listening = [record_of_node(Listening, record, rank) for rank, record in enumerate(nodes.gather(asdict(here)))]
+    if listener is None:
+        return _shared(nodes, _tried(nodes.me.node_rank, listening, secret, patience_seconds, clock))
+    with closing(listener):
         is_done = threading.Event()
-        answerer = threading.Thread(target=_answer, args=(door, is_done, clock), name="preflight door")
+        answerer = threading.Thread(target=_answer, args=(listener, is_done, clock), name="preflight door")
         answerer.start()
         try:
-            return _shared(nodes, _tried(nodes.me.node_rank, doors, secret, patience_seconds, clock))
+            return _shared(nodes, _tried(nodes.me.node_rank, listening, secret, patience_seconds, clock))
         finally:
             is_done.set()
             answerer.join()
@@ -123,7 +123,7 @@ def _resolved(address: str, port: int) -> tuple[int, Address]:
 
 
 def _tried(
-    source: int, doors: Sequence[Listening], secret: bytes, patience_seconds: float, clock: Callable[[], float]
+    source: int, listening: Sequence[Listening], secret: bytes, patience_seconds: float, clock: Callable[[], float]
 ) -> list[Attempt]:
     """Connect to the listeners of all other nodes, concurrently."""
     found: dict[int, Attempt] = {}
@@ -137,7 +137,7 @@ def _tried(
 
     threads = [
         threading.Thread(target=try_one, args=(target, there), name=f"preflight to node {target}")
-        for target, there in enumerate(doors)
+        for target, there in enumerate(listening)
         if target != source
     ]
     for thread in threads:
@@ -150,7 +150,7 @@ def _tried(
 def _attempted(attempt: Attempt, port: int, secret: bytes, deadline: float, clock: Callable[[], float]) -> Attempt:
     try:
         family, address = _resolved(attempt.address, port)
-        channel = knock(family, address, secret, timeout_seconds=max(0.1, deadline - time.monotonic()))
+        channel = connect(family, address, secret, timeout_seconds=max(0.1, deadline - time.monotonic()))
     except OSError as error:
         cause, reason = _cause(error)
         return replace(attempt, cause=cause, said=reason)
@@ -214,12 +214,12 @@ def _asked(channel: Channel, question: Ping, deadline: float) -> Pong:
     raise TimeoutError
 
 
-def _answer(door: Door, is_done: threading.Event, clock: Callable[[], float]) -> None:
+def _answer(listener: ChannelListener, is_done: threading.Event, clock: Callable[[], float]) -> None:
     """Admit peers that know the secret, and reply to them, until all nodes have tried all links."""
     guests: list[Channel] = []
     try:
         while not is_done.is_set():
-            guests += door.admit(0.0 if guests else _LOOK_SECONDS)
+            guests += listener.admit(0.0 if guests else _LOOK_SECONDS)
             poll = select.poll()
             for guest in guests:
                 poll.register(guest, select.POLLIN)

@@ -18,11 +18,11 @@ from dure.launch.nodes.channel import (
     MOST_GUESTS,
     Channel,
     ChannelClosed,
-    Door,
+    ChannelListener,
     Frames,
     HandshakeRefused,
     _hash,
-    knock,
+    connect,
 )
 from tests.commands import wait_until
 
@@ -31,24 +31,24 @@ KEYS = b"1" * 32, b"2" * 32
 
 
 @pytest.fixture
-def door() -> Iterator[Door]:
-    with closing(Door(socket.AF_INET, ("127.0.0.1", 0), SECRET)) as door:
-        yield door
+def listener() -> Iterator[ChannelListener]:
+    with closing(ChannelListener(socket.AF_INET, ("127.0.0.1", 0), SECRET)) as listener:
+        yield listener
 
 
 @pytest.fixture
 def pair() -> Iterator[tuple[Channel, Channel]]:
-    listener = socket.create_server(("127.0.0.1", 0))
-    one = socket.create_connection(listener.getsockname())
-    other, _ = listener.accept()
-    listener.close()
+    server = socket.create_server(("127.0.0.1", 0))
+    one = socket.create_connection(server.getsockname())
+    other, _ = server.accept()
+    server.close()
     with closing(Channel(one, *KEYS)) as a, closing(Channel(other, *reversed(KEYS))) as b:
         yield a, b
 
 
-def admitted(door: Door, seconds: float = 5.0) -> list[Channel]:
+def admitted(listener: ChannelListener, seconds: float = 5.0) -> list[Channel]:
     deadline = time.monotonic() + seconds
-    while not (channels := door.admit(0.05)) and time.monotonic() < deadline:
+    while not (channels := listener.admit(0.05)) and time.monotonic() < deadline:
         pass
     return channels
 
@@ -60,8 +60,8 @@ def received(channel: Channel) -> list[dict]:
     return messages
 
 
-def knocked(door: Door, secret: bytes = SECRET) -> Channel:
-    return knock(socket.AF_INET, door.address, secret, timeout_seconds=5)
+def connected(listener: ChannelListener, secret: bytes = SECRET) -> Channel:
+    return connect(socket.AF_INET, listener.address, secret, timeout_seconds=5)
 
 
 def saying(message: dict) -> bytes:
@@ -69,9 +69,9 @@ def saying(message: dict) -> bytes:
     return framed(body)
 
 
-def challenged(door: Door) -> tuple[socket.socket, str]:
+def challenged(listener: ChannelListener) -> tuple[socket.socket, str]:
     """Connect as a stranger; return the connection, and the challenge that came."""
-    connection = socket.create_connection(door.address, timeout=5)
+    connection = socket.create_connection(listener.address, timeout=5)
     (size,) = struct.unpack(">I", connection.recv(4))
     return connection, json.loads(connection.recv(size))["nonce"]
 
@@ -88,14 +88,14 @@ def is_closed(connection: socket.socket) -> bool:
 
 
 @pytest.fixture
-def serving(door: Door) -> Iterator[list[Channel]]:
-    """Let somebody always be at the door; the channels of those who came in."""
+def serving(listener: ChannelListener) -> Iterator[list[Channel]]:
+    """Admit peers all the time; the channels of those who came in."""
     known: list[Channel] = []
     is_over = threading.Event()
 
     def serve() -> None:
         while not is_over.is_set():
-            known.extend(door.admit(0.02))
+            known.extend(listener.admit(0.02))
 
     with ThreadPoolExecutor(1) as pool:
         served = pool.submit(serve)
@@ -106,11 +106,11 @@ def serving(door: Door) -> Iterator[list[Channel]]:
         channel.close()
 
 
-def test_channel_when_both_know_the_secret_then_messages_come_in_order(door):
+def test_channel_when_both_know_the_secret_then_messages_come_in_order(listener):
     with ThreadPoolExecutor(1) as pool:
-        knocking = pool.submit(knocked, door)
-        (inside,) = admitted(door)
-        with closing(knocking.result()) as outside, closing(inside):
+        connecting = pool.submit(connected, listener)
+        (inside,) = admitted(listener)
+        with closing(connecting.result()) as outside, closing(inside):
             for number in range(3):
                 outside.send({"number": number})
             inside.send({"text": "ünïcode\n" * 1000})
@@ -119,16 +119,16 @@ def test_channel_when_both_know_the_secret_then_messages_come_in_order(door):
 
 
 @pytest.mark.alone
-def test_guest_when_its_secret_is_another_then_it_is_sent_away_at_once(door, serving):
+def test_guest_when_its_secret_is_another_then_it_is_sent_away_at_once(listener, serving):
     began = time.monotonic()
     with pytest.raises(HandshakeRefused, match="closed the connection when this node had proved itself"):
-        knocked(door, b"another secret of that length ...")
+        connected(listener, b"another secret of that length ...")
     assert time.monotonic() - began < 0.5
-    assert (serving, door.num_refused) == ([], 1)
+    assert (serving, listener.num_refused) == ([], 1)
 
 
 def test_server_when_it_does_not_know_the_secret_then_the_client_does_not_talk_to_it():
-    with closing(Door(socket.AF_INET, ("127.0.0.1", 0), SECRET)) as impostor, ThreadPoolExecutor(1) as pool:
+    with closing(ChannelListener(socket.AF_INET, ("127.0.0.1", 0), SECRET)) as impostor, ThreadPoolExecutor(1) as pool:
 
         def answer() -> None:
             connection, _ = impostor._listener.accept()
@@ -140,44 +140,46 @@ def test_server_when_it_does_not_know_the_secret_then_the_client_does_not_talk_t
         impostor._listener.setblocking(True)
         answering = pool.submit(answer)
         with pytest.raises(HandshakeRefused, match="could not prove that it knows the secret"):
-            knocked(impostor)
+            connected(impostor)
         answering.result()
 
 
 @pytest.mark.alone
-def test_guest_when_it_says_nothing_then_it_is_dropped_within_a_second(door, serving):
-    with socket.create_connection(door.address) as idle:
+def test_guest_when_it_says_nothing_then_it_is_dropped_within_a_second(listener, serving):
+    with socket.create_connection(listener.address) as idle:
         began = time.monotonic()
         assert is_closed(idle)
         assert time.monotonic() - began < HANDSHAKE_SECONDS + 0.3
 
 
 @pytest.mark.alone
-def test_door_when_a_thousand_connections_idle_then_few_are_kept_and_who_knows_the_secret_comes_in(door, serving):
-    crowd = [socket.create_connection(door.address) for _ in range(500)]
-    with closing(knocked(door)) as outside:
-        crowd += [socket.create_connection(door.address) for _ in range(500)]
-        assert door.num_guests <= MOST_GUESTS + 1
+def test_listener_when_a_thousand_connections_idle_then_few_are_kept_and_who_knows_the_secret_comes_in(
+    listener, serving
+):
+    crowd = [socket.create_connection(listener.address) for _ in range(500)]
+    with closing(connected(listener)) as outside:
+        crowd += [socket.create_connection(listener.address) for _ in range(500)]
+        assert listener.num_guests <= MOST_GUESTS + 1
         outside.send({"kind": "here"})
         wait_until(lambda: serving, "the one that knows the secret is in")
         assert received(serving[0]) == [{"kind": "here"}]
     began = time.monotonic()
     assert all(is_closed(connection) for connection in crowd)
     assert time.monotonic() - began < HANDSHAKE_SECONDS + 1
-    assert door.num_guests == 0
+    assert listener.num_guests == 0
     for connection in crowd:
         connection.close()
 
 
-def test_door_when_ten_thousand_random_messages_come_then_none_is_let_in(door, serving):
+def test_listener_when_ten_thousand_random_messages_come_then_none_is_let_in(listener, serving):
     chance = random.Random(0)
     made = [lambda: chance.randbytes(chance.randint(1, 600)), lambda: framed(chance.randbytes(chance.randint(0, 500)))]
     made += [lambda: framed(json.dumps(random_json(chance)).encode()[:500])]
     for number in range(1000):
-        with socket.create_connection(door.address) as connection, suppress(ConnectionError):
+        with socket.create_connection(listener.address) as connection, suppress(ConnectionError):
             for _ in range(10):
                 connection.sendall(made[number % 3]())
-    with closing(knocked(door)):  # it knows that it is in before the door's own thread has said so
+    with closing(connected(listener)):  # it knows that it is in before the listener's own thread has said so
         wait_until(lambda: serving, "the one that knows the secret is in")
     assert len(serving) == 1
 
@@ -263,14 +265,14 @@ def test_channel_when_one_message_is_asked_for_then_those_that_came_with_it_stay
         receiver.receive_one()
 
 
-def test_handshake_when_it_is_replayed_or_reflected_then_nobody_comes_in(door, serving):
-    first, challenge = challenged(door)
+def test_handshake_when_it_is_replayed_or_reflected_then_nobody_comes_in(listener, serving):
+    first, challenge = challenged(listener)
     nonce = "ab" * 16
     said = saying({"nonce": nonce, "proof": proof_of("client", challenge, nonce)})
     first.sendall(said)
     wait_until(lambda: serving, "the one who knows the secret")
     server_proof = json.loads(first.recv(4096)[4:])["proof"]
-    later = [challenged(door) for _ in range(3)]
+    later = [challenged(listener) for _ in range(3)]
     for (connection, another), proof in zip(
         later, (None, server_proof, proof_of("server", later[2][1], nonce)), strict=True
     ):
@@ -279,29 +281,29 @@ def test_handshake_when_it_is_replayed_or_reflected_then_nobody_comes_in(door, s
         assert is_closed(connection)
         connection.close()
     assert len(serving) == 1
-    assert door.num_refused == 3
+    assert listener.num_refused == 3
     first.close()
 
 
 @pytest.mark.parametrize("nonce", ["", "ab|cd", "AB" * 16, "ab" * 15, "ab" * 100, None, 3, ["ab" * 16]], ids=str)
-def test_handshake_when_the_random_number_is_none_then_both_sides_refuse_it(door, serving, nonce):
-    connection, challenge = challenged(door)
+def test_handshake_when_the_random_number_is_none_then_both_sides_refuse_it(listener, serving, nonce):
+    connection, challenge = challenged(listener)
     connection.sendall(saying({"nonce": nonce, "proof": proof_of("client", challenge, str(nonce))}))
     assert is_closed(connection)
     connection.close()
     assert serving == []
-    with socket.create_server(("127.0.0.1", 0)) as listener, ThreadPoolExecutor(1) as pool:
-        knocking = pool.submit(knock, socket.AF_INET, listener.getsockname(), SECRET, timeout_seconds=5)
-        with listener.accept()[0] as connection:
+    with socket.create_server(("127.0.0.1", 0)) as server, ThreadPoolExecutor(1) as pool:
+        connecting = pool.submit(connect, socket.AF_INET, server.getsockname(), SECRET, timeout_seconds=5)
+        with server.accept()[0] as connection:
             connection.sendall(saying({"nonce": nonce}))
             with pytest.raises(ChannelClosed, match="is no launcher of dure"):
-                knocking.result()
+                connecting.result()
 
 
-def test_handshake_when_its_steps_come_in_another_order_or_twice_then_nobody_comes_in(door, serving):
-    hasty = socket.create_connection(door.address, timeout=5)
+def test_handshake_when_its_steps_come_in_another_order_or_twice_then_nobody_comes_in(listener, serving):
+    hasty = socket.create_connection(listener.address, timeout=5)
     hasty.sendall(saying({"nonce": "ab" * 16}) + saying({"proof": "00"}))
-    twice, challenge = challenged(door)
+    twice, challenge = challenged(listener)
     twice.sendall(saying({"proof": proof_of("client", challenge, "ab" * 16)}))
     twice.sendall(saying({"nonce": "ab" * 16}))
     assert is_closed(hasty)
@@ -313,18 +315,18 @@ def test_handshake_when_its_steps_come_in_another_order_or_twice_then_nobody_com
 
 @pytest.mark.alone
 def test_knock_when_what_answers_sends_a_byte_now_and_then_then_it_gives_up_in_time():
-    with socket.create_server(("127.0.0.1", 0)) as listener, ThreadPoolExecutor(1) as pool:
+    with socket.create_server(("127.0.0.1", 0)) as server, ThreadPoolExecutor(1) as pool:
         began = time.monotonic()
-        knocking = pool.submit(knock, socket.AF_INET, listener.getsockname(), SECRET, timeout_seconds=0.5)
-        with listener.accept()[0] as connection:
+        connecting = pool.submit(connect, socket.AF_INET, server.getsockname(), SECRET, timeout_seconds=0.5)
+        with server.accept()[0] as connection:
             for byte in saying({"nonce": "ab" * 16, "more": "x" * 300}):
                 with suppress(OSError):
                     connection.sendall(bytes([byte]))
                 time.sleep(0.05)
-                if knocking.done():
+                if connecting.done():
                     break
             with pytest.raises(OSError, match=r"does not answer in time|timed out"):
-                knocking.result()
+                connecting.result()
         assert time.monotonic() - began < 2
 
 

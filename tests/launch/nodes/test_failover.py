@@ -14,7 +14,7 @@ import pytest
 
 from dure.launch.nodes import failover as way_back
 from dure.launch.nodes import leader_lease as lease_module
-from dure.launch.nodes.channel import Door
+from dure.launch.nodes.channel import ChannelListener
 from dure.launch.nodes.failover import FailoverResult, LeaderFailover
 from dure.launch.nodes.leader_lease import Lease
 from dure.launch.nodes.messages import Join, Round, Welcome
@@ -23,13 +23,13 @@ from dure.launch.nodes.secret import read_secret
 from dure.process.round_orders import RoundPlan
 from tests.launch.nodes.one_read import answer_together
 
-KNOCK_SECONDS = way_back._KNOCK_SECONDS
+CONNECT_SECONDS = way_back._CONNECT_SECONDS
 
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(lease_module, "RENEW_SECONDS", 0.02)
-    for name, seconds in (("STALE", 0.4), ("_GONE", 0.3), ("_KNOCK", 0.2), ("_LOOK", 0.01)):
+    for name, seconds in (("STALE", 0.4), ("_GONE", 0.3), ("_CONNECT", 0.2), ("_LOOK", 0.01)):
         monkeypatch.setattr(way_back, f"{name}_SECONDS", seconds)
 
 
@@ -147,12 +147,14 @@ def test_node_when_the_lease_stands_still_then_it_leads(cut_off):
 
 
 def test_node_when_the_round_begins_in_the_same_read_as_its_welcome_then_it_hears_of_both(cut_off):
-    door = Door(socket.AF_INET, ("127.0.0.1", 0), read_secret(cut_off.run / "secret", host="x", may_make=False))
-    assert cut_off.leader.claim(0, "127.0.0.1", door.address[1])
+    listener = ChannelListener(
+        socket.AF_INET, ("127.0.0.1", 0), read_secret(cut_off.run / "secret", host="x", may_make=False)
+    )
+    assert cut_off.leader.claim(0, "127.0.0.1", listener.address[1])
     welcome = Welcome(leader=0, members=cut_off.nodes.members, folder=str(cut_off.run), term=2)
     begin = Round(number=4, port=1, members=cut_off.nodes.members, plan=RoundPlan())
-    with closing(door), renewed(cut_off.leader, after=0.5), ThreadPoolExecutor(1) as pool:
-        letting_in = pool.submit(answer_together, door, welcome, begin)
+    with closing(listener), renewed(cut_off.leader, after=0.5), ThreadPoolExecutor(1) as pool:
+        letting_in = pool.submit(answer_together, listener, welcome, begin)
         assert cut_off.go() is not None
         cut_off.nodes.pump()
         cut_off.nodes.drop_all()
@@ -169,21 +171,23 @@ def carry(source: socket.socket, target: socket.socket, seconds: float) -> None:
 
 
 def test_node_when_the_leader_is_far_away_then_it_comes_back(cut_off, monkeypatch):
-    monkeypatch.setattr(way_back, "_KNOCK_SECONDS", KNOCK_SECONDS)
-    door = Door(socket.AF_INET, ("127.0.0.1", 0), read_secret(cut_off.run / "secret", host="x", may_make=False))
+    monkeypatch.setattr(way_back, "_CONNECT_SECONDS", CONNECT_SECONDS)
+    listener = ChannelListener(
+        socket.AF_INET, ("127.0.0.1", 0), read_secret(cut_off.run / "secret", host="x", may_make=False)
+    )
     way = socket.create_server(("127.0.0.1", 0))
     assert cut_off.leader.claim(0, "127.0.0.1", way.getsockname()[1])
 
     def lead_there() -> None:
         here, _ = way.accept()
-        with here, socket.create_connection(door.address) as there, ThreadPoolExecutor(1) as pool:
+        with here, socket.create_connection(listener.address) as there, ThreadPoolExecutor(1) as pool:
             pool.submit(carry, there, here, 0.4)
             carry(here, there, 0.4)  # three ways: 1.2 s, and the connection itself is made at once
 
-    with closing(door), way, renewed(cut_off.leader, after=3.0), ThreadPoolExecutor(2) as pool:
+    with closing(listener), way, renewed(cut_off.leader, after=3.0), ThreadPoolExecutor(2) as pool:
         done = [pool.submit(lead_there)]
         welcome = Welcome(leader=0, members=cut_off.nodes.members, folder=str(cut_off.run), term=2)
-        done.append(pool.submit(answer_together, door, welcome))
+        done.append(pool.submit(answer_together, listener, welcome))
         assert cut_off.go(3.0) is not None
         cut_off.nodes.drop_all()
         for one in done:

@@ -17,7 +17,7 @@ from dure.errors import DureError, EnvironmentLacks, Misuse, SpecInvalid, Worker
 from dure.failures.verdict import WorkerEnd
 from dure.launch.nodes import peers as nodes_module
 from dure.launch.nodes import rendezvous
-from dure.launch.nodes.channel import Door
+from dure.launch.nodes.channel import ChannelListener
 from dure.launch.nodes.messages import Refused, Welcome
 from dure.launch.nodes.peers import Member, Nodes, StoppedByPeer
 from dure.launch.nodes.rendezvous import NodeSettings, join, node_settings, split_address
@@ -261,11 +261,11 @@ def test_node_when_it_refuses_then_the_other_raises_the_same(two):
 
 def test_node_when_it_is_refused_in_the_same_read_as_its_welcome_then_it_says_why(settings):
     secret = read_secret(settings.secret_file, host="127.0.0.1", may_make=True)
-    door = Door(socket.AF_INET, split_address(settings.rendezvous), secret)
+    listener = ChannelListener(socket.AF_INET, split_address(settings.rendezvous), secret)
     members = tuple(Member(node_rank=rank, host="h", address="127.0.0.1", num_ranks=1) for rank in range(2))
-    with closing(door), ThreadPoolExecutor(1) as pool:
+    with closing(listener), ThreadPoolExecutor(1) as pool:
         refusal = Refused(message="no such folder", code=Misuse.exit_code)
-        answering = pool.submit(answer_together, door, Welcome(leader=0, members=members), refusal)
+        answering = pool.submit(answer_together, listener, Welcome(leader=0, members=members), refusal)
         with join(replace(settings, node_rank=1), FACTS, 1) as node, pytest.raises(Misuse, match="no such folder"):
             node.gather(None)
         answering.result()

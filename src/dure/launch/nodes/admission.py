@@ -7,7 +7,7 @@ from typing import Any, Protocol
 
 from dure.documents import DocumentInvalid
 from dure.errors import Misuse
-from dure.launch.nodes.channel import Channel, ChannelClosed, Door
+from dure.launch.nodes.channel import Channel, ChannelClosed, ChannelListener
 from dure.launch.nodes.leader_lease import Lease
 from dure.launch.nodes.member import Member
 from dure.launch.nodes.messages import Join, Later, Welcome, decode, encode, refusal_of
@@ -55,14 +55,14 @@ class Peers(Protocol):
 class JoinListener:
     """Listener of a run for nodes, and authenticated peers that have not identified themselves."""
 
-    def __init__(self, door: Door, mine: Join) -> None:
+    def __init__(self, listener: ChannelListener, mine: Join) -> None:
         """Take over an open listener.
 
         Args:
-            door: Listener to which nodes connect.
+            listener: Listener to which nodes connect.
             mine: This node's own join message, with which the others' must agree.
         """
-        self.door = door
+        self.listener = listener
         self.mine = mine
         self.unnamed: list[Channel] = []
         self.folder: str | None = None
@@ -73,11 +73,11 @@ class JoinListener:
     @property
     def descriptors(self) -> list[int]:
         """Return the descriptors to wait on."""
-        return [*self.door.descriptors, *(channel.fileno() for channel in self.unnamed)]
+        return [*self.listener.descriptors, *(channel.fileno() for channel in self.unnamed)]
 
     def receive_introductions(self, most_seconds: float) -> list[tuple[Channel, dict[str, Any]]]:
         """Return peers that have identified themselves, after at most `most_seconds`."""
-        self.unnamed += self.door.admit(most_seconds)
+        self.unnamed += self.listener.admit(most_seconds)
         named = []
         for channel in self.unnamed[:]:
             try:
@@ -139,7 +139,7 @@ class JoinListener:
 
     def close(self) -> None:
         """Refuse all further nodes."""
-        self.door.close()
+        self.listener.close()
         for channel in self.unnamed:
             channel.close()
         self.unnamed.clear()

@@ -55,7 +55,7 @@ class HandshakeRefused(ChannelClosed):
     """Failed authentication: the other side closed the connection after this one's proof, or its own proof is wrong."""
 
 
-_open: "weakref.WeakSet[Channel | Door]" = weakref.WeakSet()
+_open: "weakref.WeakSet[Channel | ChannelListener]" = weakref.WeakSet()
 
 
 def _close_in_child() -> None:
@@ -281,7 +281,7 @@ class _Guest:
         return Channel(self.connection, *keys)
 
 
-class Door:
+class ChannelListener:
     """Listening side: it admits peers that know the secret, and soon drops all others."""
 
     def __init__(self, family: int, address: Address, secret: bytes) -> None:
@@ -377,7 +377,7 @@ class Door:
         self._secret = b""
 
 
-def knock(family: int, address: Address, secret: bytes, *, timeout_seconds: float) -> Channel:
+def connect(family: int, address: Address, secret: bytes, *, timeout_seconds: float) -> Channel:
     """Connect to a listener, and authenticate both sides.
 
     Raises:

@@ -12,14 +12,14 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from dure.launch.nodes.admission import JoinListener
-from dure.launch.nodes.channel import Address, Channel, ChannelClosed, Door, HandshakeRefused, knock
+from dure.launch.nodes.channel import Address, Channel, ChannelClosed, ChannelListener, HandshakeRefused, connect
 from dure.launch.nodes.leader_lease import STALE_SECONDS, Leader, Lease
 from dure.launch.nodes.messages import Join, Message, Welcome, decode, encode
 from dure.launch.nodes.peers import Nodes
 from dure.launch.nodes.secret import read_secret
 
 _LOOK_SECONDS = 0.1
-_KNOCK_SECONDS = 2.0
+_CONNECT_SECONDS = 2.0
 """Timeout in seconds of one attempt to reach the leader: three round trips, of 0.6 s each between distant hosts.
 
 The lease is not watched meanwhile, so the reaction to an unresponsive leader's end is delayed by as much.
@@ -131,7 +131,7 @@ class LeaderFailover:
         try:
             family, address = _address(leader.address, leader.port)
             secret = read_secret(self.secret_file, host=leader.address, may_make=False)
-            channel = knock(family, address, secret, timeout_seconds=_KNOCK_SECONDS)
+            channel = connect(family, address, secret, timeout_seconds=_CONNECT_SECONDS)
         except (OSError, HandshakeRefused):
             return None
         try:
@@ -156,7 +156,7 @@ class LeaderFailover:
         try:
             family, address = _address(own, self.port)
             secret = read_secret(self.secret_file, host=own, may_make=False)
-            reception = JoinListener(Door(family, address, secret), self.join)
+            reception = JoinListener(ChannelListener(family, address, secret), self.join)
         except OSError as error:
             nodes.lost = f"this node cannot listen at {own}:{self.port} to lead the run ({error.strerror})"
             return None

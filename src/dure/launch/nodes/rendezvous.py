@@ -17,7 +17,7 @@ from dure.documents import DocumentInvalid
 from dure.errors import EnvironmentLacks, Misuse, SpecInvalid
 from dure.launch.nodes.addresses import DEFAULT_PORT, cannot_listen, resolved, split_address
 from dure.launch.nodes.admission import JoinListener, checked, introduced
-from dure.launch.nodes.channel import Address, Channel, ChannelClosed, Door, HandshakeRefused, knock
+from dure.launch.nodes.channel import Address, Channel, ChannelClosed, ChannelListener, HandshakeRefused, connect
 from dure.launch.nodes.messages import (
     Join,
     Later,
@@ -39,7 +39,7 @@ DEFAULT_TIMEOUT_SECONDS = 600.0
 LAST_CALL_SECONDS = 5.0
 """Seconds that the nodes wait for further ones before a run begins, once there are enough."""
 _LOOK_SECONDS = 0.2
-_KNOCK_SECONDS = 5.0
+_CONNECT_SECONDS = 5.0
 _MOST_REFUSALS = 3
 """Maximum number of refusals before a node gives up. A few may come from a listener that is full; more show that the
 node does not know the secret.
@@ -196,7 +196,7 @@ def _receive(settings: NodeSettings, family: int, address: Address, secret: byte
     If the run needs all, the listener is closed when all have joined, so that no other host can connect during the run.
     """
     try:
-        reception = JoinListener(Door(family, address, secret), mine)
+        reception = JoinListener(ChannelListener(family, address, secret), mine)
     except OSError as error:
         raise cannot_listen(settings.rendezvous, error) from None
     if ipaddress.ip_address(str(address[0])).is_loopback:
@@ -242,7 +242,7 @@ def _wait_for_all(settings: NodeSettings, reception: JoinListener, joined: dict[
             return
         if now > deadline:
             missing = [str(rank) for rank in range(1, settings.num_nodes) if rank not in joined]
-            num_refused = reception.door.num_refused
+            num_refused = reception.listener.num_refused
             refused = f"; {num_refused} that came did not know the secret" if num_refused else ""
             raise EnvironmentLacks(
                 f"node {', '.join(missing)} of {settings.num_nodes} did not come to {settings.rendezvous} within "
@@ -327,7 +327,7 @@ def _connected(settings: NodeSettings, family: int, address: Address, secret: by
     refusals = 0
     while True:
         try:
-            return knock(family, address, secret, timeout_seconds=_KNOCK_SECONDS)
+            return connect(family, address, secret, timeout_seconds=_CONNECT_SECONDS)
         except HandshakeRefused as error:
             refusals += 1
             if refusals >= _MOST_REFUSALS:

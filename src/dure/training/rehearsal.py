@@ -196,11 +196,11 @@ def _compare_schedules(session: Session, schedule: Schedule | None) -> None:
             _kept_groups(strategy.built_optimizer),
             suppress(Exception, CollectiveCalled),
             no_collectives(),
-            session.alone.entered(task),
+            session.one_process_build.entered(task),
         ):
             given = task.build_schedule(strategy.optimizer, session.total_samples)
-            alone = _factors(strategy, given, session.total_samples)
-            if difference := _first_difference(here, alone, "here", "in one process"):
+            in_one_process = _factors(strategy, given, session.total_samples)
+            if difference := _first_difference(here, in_one_process, "here", "in one process"):
                 session.notes.append(depends_on_ranks(difference))
 
 

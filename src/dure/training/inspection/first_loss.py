@@ -29,14 +29,14 @@ def difference_of_ranks(everyones: Sequence[FirstLoss]) -> str | None:
     return None
 
 
-def difference_of_worlds(here: FirstLoss, alone: FirstLoss) -> str | None:
+def difference_of_worlds(here: FirstLoss, in_one_process: FirstLoss) -> str | None:
     """Return how the loss differs if the process is alone, or None.
 
     Args:
         here: First loss among the run's ranks.
-        alone: First loss in one process.
+        in_one_process: First loss in one process.
     """
-    return _difference(here, alone, "here", "in one process")
+    return _difference(here, in_one_process, "here", "in one process")
 
 
 def _difference(one: FirstLoss, other: FirstLoss, where: str, elsewhere: str) -> str | None:

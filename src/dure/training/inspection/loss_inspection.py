@@ -130,7 +130,7 @@ class LossInspection:
             num_samples: Number of available samples, at least 1.
         """
         try:
-            with self._alone():
+            with self._without_collectives():
                 return self._traits(num_samples)
         except CollectiveCalled as called:
             return LossTraits(reason_unknown="the loss calls other ranks", collective=called.name)
@@ -228,7 +228,7 @@ class LossInspection:
             Exception: The loss raised it.
         """
         places = range(_num_first(min(num_samples, NUM_SAMPLES)))
-        with self._alone():
+        with self._without_collectives():
             first = self._first(places)
             trial = first.trial
             changed = trial.buffers, trial.parameters, trial.state, trial.rebound, trial.left, trial.outer
@@ -248,7 +248,7 @@ class LossInspection:
             num_samples: Number of available samples, at least 1.
         """
         try:
-            with self._alone():
+            with self._without_collectives():
                 return self._additivity(range(min(num_samples, NUM_SAMPLES))) if num_samples > 1 else None
         except (Exception, CollectiveCalled):
             return None  # more samples at once may need more memory than there is
@@ -260,10 +260,10 @@ class LossInspection:
             num_samples: Number of available samples, at least 1.
         """
         if not self._opaque():
-            with contextlib.suppress(Exception, CollectiveCalled), self._alone():
+            with contextlib.suppress(Exception, CollectiveCalled), self._without_collectives():
                 self.first_loss = self._first_loss(self._first(range(_num_first(min(num_samples, NUM_SAMPLES)))))
 
-    def _alone(self) -> AbstractContextManager[None]:
+    def _without_collectives(self) -> AbstractContextManager[None]:
         return no_collectives() if self._is_alone else contextlib.nullcontext()
 
     def _opaque(self) -> Sequence[str]:
@@ -451,7 +451,7 @@ class LossInspection:
         """
         started = time.monotonic()
         try:
-            with self._alone():
+            with self._without_collectives():
                 if figures := self._late_gradients(begin, num_samples):
                     return figures, begin
                 return self._wide(begin, num_samples, 0.0, started)

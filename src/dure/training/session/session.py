@@ -33,10 +33,10 @@ from dure.terminal import print_status
 from dure.torchcompat import import_late_parts, reads_of_world_size, settle_engine
 from dure.training.objects.kept_state import KeptState
 from dure.training.seeds import make_deterministic, seed_everything
-from dure.training.session.built_alone import Alone, TaskParts, built_alone
 from dure.training.session.data_state import DataState
 from dure.training.session.evaluation import evaluation_batch_size
 from dure.training.session.loader import FetchRequest, Loader, SampleFetch, check_dataset
+from dure.training.session.one_process_build import OneProcessBuild, TaskParts, build_as_one_process
 from dure.training.session.sample_order import SampleOrder, total_samples
 from dure.training.session.task_inspection import inspected, phases_of
 from dure.training.session.task_products import built_model, checked_optimizer
@@ -72,7 +72,7 @@ class Session:
     reseeding_note: str = ""
     """Declaration for generators that a checkpoint could not restore; it applies once the task draws. Empty if all
     were."""
-    alone: Alone = dataclasses.field(default_factory=Alone)
+    one_process_build: OneProcessBuild = dataclasses.field(default_factory=OneProcessBuild)
     """Differences between this task and the same task built in one process."""
     kept: KeptState
     """Plain state other than that of model and optimiser."""
@@ -174,12 +174,12 @@ def open_session(
         raise SpecInvalid([f"strategy is {spec.strategy}: {fault}" for fault in faults])
     strategy.example = lambda num_samples: _first_samples(data.train_loader, min(num_samples, data.order.num_samples))
     strategy.objects = {"task": task, **used_globals(type(task), *dict.fromkeys(type(m) for m in model.modules()))}
-    alone = Alone()
+    one_process_build = OneProcessBuild()
     with startup.step("trying the loss"):
         if reads and group.rank == 0 and group.world_size > 1:
             parts = TaskParts(task=task, train_data=train_data, eval_data=eval_data, model=model)
-            alone = built_alone(spec, parts)
-        strategy.traits = _traits(strategy, task, model, data.train_loader, data.order, traits, alone)
+            one_process_build = build_as_one_process(spec, parts)
+        strategy.traits = _traits(strategy, task, model, data.train_loader, data.order, traits, one_process_build)
     if faults := strategy.check_traits(model):
         raise SpecInvalid([f"strategy is {spec.strategy}: {fault}" for fault in faults])
     left_out, aliases = _not_in_state_dict(model), sharing_memory(model, strategy.objects)
@@ -188,7 +188,7 @@ def open_session(
     strategy.prepare(model, checked_optimizer(task), around_loss(task.loss) if around_loss else task.loss)
     if not strategy.draws:
         strategy.random_stream = 0  # all ranks make the same draws for the optimiser, as one process does
-    notes = [depends_on_ranks(alone.difference)] if alone.difference else []
+    notes = [depends_on_ranks(one_process_build.difference)] if one_process_build.difference else []
     notes += left_out
     if data_state.keeps_random_values(lambda each, *place: SampleFetch(each, task.collate, spec.seed).sample(*place)):
         notes.append(_KEPT_DRAWS)
@@ -212,7 +212,7 @@ def open_session(
         notes=notes,
         data_state=data_state,
         aliases=frozenset(aliases),
-        alone=alone,
+        one_process_build=one_process_build,
         kept=KeptState(task, strategy.model, strategy.built_optimizer),
     )
 
@@ -295,13 +295,13 @@ def _traits(
     loader: Loader,
     order: SampleOrder,
     known: LossTraits | None,
-    alone: Alone,
+    one_process_build: OneProcessBuild,
 ) -> LossTraits:
     """Return the traits of the task's loss on all ranks, either the known ones or those of a new inspection."""
 
     def shared() -> LossTraits:
         if known is None:
-            return inspected(strategy, task, model, loader, order, alone)
+            return inspected(strategy, task, model, loader, order, one_process_build)
         return LossTraits.from_json(strategy.group.all_gather_json(asdict(known))[0])
 
     traits = shared()

@@ -22,8 +22,8 @@ from dure.training.inspection.collectives import CollectiveCalled, no_collective
 from dure.training.inspection.first_loss import FirstLoss, difference_of_ranks, difference_of_worlds
 from dure.training.inspection.loss_inspection import LossInspection, perturb, silent
 from dure.training.inspection.phases import Phases, positions_of
-from dure.training.session.built_alone import Alone
 from dure.training.session.loader import FetchRequest, Loader
+from dure.training.session.one_process_build import OneProcessBuild
 from dure.training.session.sample_order import SampleOrder, total_samples
 from dure.training.task.task import Task
 
@@ -34,7 +34,12 @@ _COPIED = "data"
 
 
 def inspected(
-    strategy: Strategy, task: Task, model: nn.Module, loader: Loader, order: SampleOrder, alone: Alone
+    strategy: Strategy,
+    task: Task,
+    model: nn.Module,
+    loader: Loader,
+    order: SampleOrder,
+    one_process_build: OneProcessBuild,
 ) -> LossTraits:
     """Inspect the task's loss on rank 0, call it once on the other ranks, and return the traits on all of them.
 
@@ -44,14 +49,14 @@ def inspected(
         model: Whole model on the CPU; it is there again afterwards.
         loader: Loader of the training data.
         order: Order of the training data; its first samples are those of the first step.
-        alone: Differences from a build in one process, on rank 0.
+        one_process_build: Differences from a build in one process, on rank 0.
 
     Communication: two gathered JSON messages.
     """
     group = strategy.group
     traits, first = LossTraits(), FirstLoss()
     if group.rank == 0:
-        traits, first = _inspected_alone(strategy, task, model, loader, order, alone)
+        traits, first = _inspected_as_one_process(strategy, task, model, loader, order, one_process_build)
     traits = LossTraits.from_json(group.all_gather_json(asdict(traits))[0])
     # a loss that does not repeat its value need not agree on two ranks; ranks would also write to the same files
     if group.world_size == 1 or traits.reason_unknown or traits.data_changes or traits.outer_state:
@@ -66,8 +71,13 @@ def inspected(
     return replace(traits, differs_by_rank=difference_of_ranks(everyones))
 
 
-def _inspected_alone(
-    strategy: Strategy, task: Task, model: nn.Module, loader: Loader, order: SampleOrder, alone: Alone
+def _inspected_as_one_process(
+    strategy: Strategy,
+    task: Task,
+    model: nn.Module,
+    loader: Loader,
+    order: SampleOrder,
+    one_process_build: OneProcessBuild,
 ) -> tuple[LossTraits, FirstLoss]:
     if not _fits(strategy, model):
         return LossTraits(reason_unknown="the whole model does not fit the device, to be tried"), FirstLoss()
@@ -84,7 +94,7 @@ def _inspected_alone(
             traits = _with_phases(strategy, task, model, inspection, order, traits)
             traits = replace(traits, **_tried_in_evaluation(strategy, task, model, fetch))
             if is_one_of_many:
-                with alone.entered(task):
+                with one_process_build.entered(task):
                     difference = _difference_of_worlds(strategy, task, model, inspection, order, settings)
                 traits = replace(traits, differs_by_world=difference)
     # after the loss, which may have modified the data set in place
@@ -173,14 +183,14 @@ def _difference_of_worlds(
     """Return how the loss, or the optimiser's settings, differ in the current environment, or None."""
     here = inspection.first_loss
     inspection.call_once(order.num_samples)
-    alone, inspection.first_loss = inspection.first_loss, here
-    if difference := difference_of_worlds(here, alone):
+    in_one_process, inspection.first_loss = inspection.first_loss, here
+    if difference := difference_of_worlds(here, in_one_process):
         return f"of the loss, {difference}"
     with silent(), Trial(model, strategy.objects), contextlib.suppress(Exception, CollectiveCalled):
         with no_collectives():
-            alone_settings = plain_settings(task.build_optimizer(model))
+            one_process_settings = plain_settings(task.build_optimizer(model))
         if settings is not None:
-            return difference_of_settings(settings, alone_settings, "here", "in one process")
+            return difference_of_settings(settings, one_process_settings, "here", "in one process")
     return None
 
 
@@ -239,11 +249,11 @@ def _tried_in_evaluation(
     strategy: Strategy, task: Task, model: nn.Module, fetch: Callable[[Sequence[int]], Any]
 ) -> dict[str, Any]:
     """Return the parameters that loss and metrics write in an evaluation, and whether they accept training samples."""
-    alone = no_collectives if strategy.group.world_size > 1 else contextlib.nullcontext
+    without_collectives = no_collectives if strategy.group.world_size > 1 else contextlib.nullcontext
     written: dict[str, None] = {}
     try:
         for call in (task.metrics, task.loss):
-            with silent(), Trial(model, strategy.objects, seed=0, watches_writes=False), alone():
+            with silent(), Trial(model, strategy.objects, seed=0, watches_writes=False), without_collectives():
                 model.eval()
                 perturb(model)  # a momentum encoder may start as a copy: a write of equal values is not seen
                 before = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}

@@ -42,7 +42,7 @@ class TaskParts:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Alone:
+class OneProcessBuild:
     """Differences between a task built in this run and the same task built in one process."""
 
     attributes: Mapping[str, Any] = field(default_factory=dict)
@@ -64,7 +64,7 @@ class Alone:
             vars(task).update(before)
 
 
-def built_alone(spec: RunSpec, here: TaskParts) -> Alone:
+def build_as_one_process(spec: RunSpec, here: TaskParts) -> OneProcessBuild:
     """Build a task's parts again, as one process would, and compare them with those of this run.
 
     If they differ, they are built once more in the original environment. A difference that appears there too is caused
@@ -74,54 +74,56 @@ def built_alone(spec: RunSpec, here: TaskParts) -> Alone:
         spec: Spec of the run.
         here: Parts that the task built as one of the run's ranks.
     """
-    alone = _built_again(spec, here, as_one_process())
-    if alone == Alone():
-        return alone
+    build = _built_again(spec, here, as_one_process())
+    if build == OneProcessBuild():
+        return build
     again = _built_again(spec, here, nullcontext())
-    if alone.failure is not None:
+    if build.failure is not None:
         what = "where it is the only process" if again.failure is None else "when it is built once more"
-        return Alone(difference=f"it fails with {alone.failure} {what}, so what would follow from it is not known")
+        return OneProcessBuild(
+            difference=f"it fails with {build.failure} {what}, so what would follow from it is not known"
+        )
     if again.failure is not None:
-        return alone
-    return Alone(
-        attributes={name: value for name, value in alone.attributes.items() if name not in again.attributes},
-        difference=alone.difference if again.difference is None else None,
+        return build
+    return OneProcessBuild(
+        attributes={name: value for name, value in build.attributes.items() if name not in again.attributes},
+        difference=build.difference if again.difference is None else None,
     )
 
 
-def _built_again(spec: RunSpec, here: TaskParts, surroundings: AbstractContextManager[object]) -> Alone:
+def _built_again(spec: RunSpec, here: TaskParts, surroundings: AbstractContextManager[object]) -> OneProcessBuild:
     """Build a task's parts in another environment, and return their differences from the original ones."""
     try:
         with silent(), kept_global_randomness(), surroundings, no_collectives():
             there = TaskParts.build(spec)
             attributes = _differing(vars(here.task), vars(there.task))
-            return Alone(attributes=attributes, difference=_difference(spec, here, there))
+            return OneProcessBuild(attributes=attributes, difference=_difference(spec, here, there))
     except (Exception, CollectiveCalled) as error:
-        return Alone(failure=type(error).__name__)
+        return OneProcessBuild(failure=type(error).__name__)
 
 
-def _differing(here: Mapping[str, Any], alone: Mapping[str, Any]) -> dict[str, Any]:
+def _differing(here: Mapping[str, Any], there: Mapping[str, Any]) -> dict[str, Any]:
     return {
-        name: alone[name]
+        name: there[name]
         for name, value in here.items()
-        if isinstance(value, ATOMS) and isinstance(alone.get(name), ATOMS) and alone[name] != value
+        if isinstance(value, ATOMS) and isinstance(there.get(name), ATOMS) and there[name] != value
     }
 
 
-def _difference(spec: RunSpec, here: TaskParts, alone: TaskParts) -> str | None:
+def _difference(spec: RunSpec, here: TaskParts, there: TaskParts) -> str | None:
     for kind in ("training", "evaluation"):
-        one, other = _data(here, kind), _data(alone, kind)
+        one, other = _data(here, kind), _data(there, kind)
         if one is None or other is None:
             continue
         if len(one) != len(other):
             return f"the {kind} data have {len(one):,} samples here and {len(other):,} in one process"
-        fetches = [SampleFetch(data, parts.task.collate, spec.seed) for data, parts in ((one, here), (other, alone))]
+        fetches = [SampleFetch(data, parts.task.collate, spec.seed) for data, parts in ((one, here), (other, there))]
         views = [{kind: sample_views(sample_digests(len(one), fetch.sample), fetch.sample)} for fetch in fetches]
         try:
             refuse_unlike_samples(views)
         except Exception:
             return f"the {kind} data have other samples here than in one process"
-    others = dict(alone.model.named_parameters())
+    others = dict(there.model.named_parameters())
     for name, parameter in here.model.named_parameters():
         if name not in others:
             return f"the model has a parameter {name} here and none in one process"

@@ -188,18 +188,18 @@ def _error(notes: Notes, spec: RunSpec, outcome: Outcome, *, is_own: bool) -> Du
         return error
     if outcome.stopped_by is None:
         return failure_of(outcome, left_early(outcome.ends))
-    words = _cut_off_words(run) if outcome.is_cut_off else _stopped_words(run)
+    words = _cut_off_text(run) if outcome.is_cut_off else _stopped_text(run)
     return Interrupted(words, stop_exit_code(outcome.stopped_by))
 
 
-def _stopped_words(run: RunDir) -> str:
+def _stopped_text(run: RunDir) -> str:
     again = f"`{run.resume_command}`"
     if run.has_checkpoints():
         return f"stopped; continue with {again}"
     return f"stopped before the first checkpoint; {again} starts from the beginning"
 
 
-def _cut_off_words(run: RunDir) -> str:
+def _cut_off_text(run: RunDir) -> str:
     return (
         "stopped while the node that leads the run could not be reached: if the run goes on without this node, start "
         f"the same command once more to come back; otherwise `{run.resume_command}` goes on with it"

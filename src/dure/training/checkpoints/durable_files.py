@@ -14,7 +14,7 @@ from dure.units import format_bytes
 
 NO_SPACE_ERRNOS = frozenset({errno.ENOSPC, errno.EDQUOT})
 
-FULL_WORDS = "found no space left"
+FULL_TEXT = "found no space left"
 """Words in every message about a disk that was full while a file was written."""
 
 Buffer = bytes | bytearray | memoryview
@@ -73,7 +73,7 @@ def raise_if_full(error: OSError, path: Path) -> None:
     if error.errno in NO_SPACE_ERRNOS:
         free = format_bytes(shutil.disk_usage(path.parent).free)
         raise DiskFull(
-            f"writing {path.name} {FULL_WORDS} in {path.parent} ({free} free): free some, or put the run"
+            f"writing {path.name} {FULL_TEXT} in {path.parent} ({free} free): free some, or put the run"
             " elsewhere with --runs-dir"
         ) from error
 

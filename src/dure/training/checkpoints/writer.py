@@ -21,7 +21,7 @@ from dure.documents import parse_json
 from dure.errors import CheckpointNotWritten, DiskFull, WeightsNotFinite
 from dure.own_files import make_folder, open_own
 from dure.training.checkpoints.durable_files import (
-    FULL_WORDS,
+    FULL_TEXT,
     open_regular,
     raise_if_full,
     sync_directory,
@@ -79,7 +79,7 @@ class Target:
                     f" {what}; {_text_on_others(self.root)}: mend the disk and go on with `dure train --resume`"
                 ) from error
         except DiskFull as error:
-            if not self.needed_bytes or FULL_WORDS not in str(error):
+            if not self.needed_bytes or FULL_TEXT not in str(error):
                 raise
             needed = format_bytes(self.needed_bytes)
             raise DiskFull(f"a checkpoint needs {needed}, and {error}; {_text_on_others(self.root)}") from error

@@ -64,8 +64,8 @@ def signal_name(number: int) -> str:
 
 def handled_signals() -> tuple[signal.Signals, ...]:
     """Return the stop signals that this process does not ignore: `nohup` ignores SIGHUP."""
-    is_deaf = signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
-    return tuple(number for number in STOP_SIGNALS if not (is_deaf and number == signal.SIGHUP))
+    ignores_hangup = signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
+    return tuple(number for number in STOP_SIGNALS if not (ignores_hangup and number == signal.SIGHUP))
 
 
 def is_repeated_signal(number: int, seconds_since_first: float) -> bool:

@@ -62,7 +62,7 @@ class Progress:
         self._next_time = record.time + self._interval
         self._measure(record.samples_seen)
         with self._while_read():
-            self._line.show(self._words(record), num_colored=_PERCENT_COLUMNS)
+            self._line.show(self._line_text(record), num_colored=_PERCENT_COLUMNS)
 
     def evaluated(self, metrics: Mapping[str, Metric], epochs: float, train_loss: float | None) -> None:
         """Show an evaluation on a permanent line."""
@@ -99,7 +99,7 @@ class Progress:
             self._data_fraction += weight * (self._data_seconds / self._wall_seconds - self._data_fraction)
         self._last_samples, self._wall_seconds, self._data_seconds = samples_seen, 0.0, 0.0
 
-    def _words(self, record: StepRecord) -> str:
+    def _line_text(self, record: StepRecord) -> str:
         left = (self._total_samples - record.samples_seen) / max(self._samples_per_second, 1e-9)
         words = [  # the last ones are cut off in a narrow terminal
             f"epoch {record.epoch + 1}",

@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn.utils.rnn import PackedSequence, pack_sequence
 
 from dure.strategies.contract.batches import map_tensors
-from dure.strategies.state.containers import are_same, items_of, map_leaves, path_in_words, tensors_in
+from dure.strategies.state.containers import are_same, items_of, map_leaves, path_text, tensors_in
 
 X = torch.ones(4, 2)
 Pair = namedtuple("Pair", "x y")
@@ -161,7 +161,7 @@ def test_long_containers_are_looked_into_unless_all_they_hold_is_plain():
 
 
 def test_a_path_reads_as_the_expression_for_its_value():
-    assert path_in_words((("attribute", "data"), ("item", "x"), ("item", 0)), "batch") == "batch.data['x'][0]"
+    assert path_text((("attribute", "data"), ("item", "x"), ("item", 0)), "batch") == "batch.data['x'][0]"
 
 
 def test_a_packed_sequence_stays_one():

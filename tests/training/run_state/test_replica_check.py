@@ -130,7 +130,7 @@ def divergence(odd, values, tensors=("w",)):
     ],
 )
 def test_divergence_in_words(found, said):
-    assert found.in_words(9) == said
+    assert found.describe(9) == said
 
 
 def test_strategies_that_hold_replicas_are_those_that_can_be_told_to_compare_them():

@@ -63,9 +63,9 @@ def main(job: ScriptJob, place: Place) -> int:
         code = _run(job, place)
     except BaseException as error:
         try:
-            _be_deaf()
+            _ignore_stop_signals()
         except BaseException:  # from a handler of the script, for a signal that was just due
-            _be_deaf()
+            _ignore_stop_signals()
         _kept.append(error)
         code = _fail_once(error, place, step[0])
     if os.getpid() == pid:  # a process forked by the script gets here as well
@@ -98,7 +98,7 @@ def environment(job: ScriptJob, place: Place) -> dict[str, str]:
     }
 
 
-def _be_deaf() -> None:
+def _ignore_stop_signals() -> None:
     """Ignore stop signals from now on: this rank ends anyway, and an exception in a handler would lose its report."""
     for number in STOP_SIGNALS:
         signal.signal(number, signal.SIG_IGN)

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from dure.errors import TaskInvalid
 from dure.strategies.contract.batch_layout import Layout, Role, has_rows, role_by_size
-from dure.strategies.state.containers import Path, is_sequence, items_of, map_leaves, path_in_words, rebuilt, resized
+from dure.strategies.state.containers import Path, is_sequence, items_of, map_leaves, path_text, rebuilt, resized
 
 
 class Microbatch(NamedTuple):
@@ -100,7 +100,7 @@ class _Split:
             return [_rows(value, start, count) for start, count in zip(self._starts, self._counts, strict=True)]
         items = items_of(value)
         if role is not Role.CONTAINER or items is None:
-            raise TaskInvalid(self._why_not(value, role, path_in_words(path, "batch")))
+            raise TaskInvalid(self._why_not(value, role, path_text(path, "batch")))
         parts = {key: self.of(item, (*path, key)) for key, item in items.items()}
         return [rebuilt(value, {key: part[i] for key, part in parts.items()}) for i in range(len(self._counts))]
 

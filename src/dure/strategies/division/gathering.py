@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from dure.errors import TaskInvalid
 from dure.strategies.contract.batch_layout import are_equal, has_rows, is_by_sample
 from dure.strategies.contract.batches import to_device
-from dure.strategies.state.containers import Path, is_sequence, items_of, path_in_words, rebuilt, resized, tensors_in
+from dure.strategies.state.containers import Path, is_sequence, items_of, path_text, rebuilt, resized, tensors_in
 from dure.strategies.state.not_gathered import NotGathered
 
 
@@ -143,7 +143,7 @@ class Gathering:
         )
 
     def _where(self, path: Path) -> str:
-        return f" in {path_in_words(path, self.name or 'output')}" if path or self.name else ""
+        return f" in {path_text(path, self.name or 'output')}" if path or self.name else ""
 
 
 def _are_same(one: Any, other: Any) -> bool:

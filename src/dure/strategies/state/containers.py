@@ -251,7 +251,7 @@ def _held_by(value: Any) -> list[Any]:
     return inside + list(attributes_of(value).values())
 
 
-def path_in_words(path: Path, name: str) -> str:
+def path_text(path: Path, name: str) -> str:
     """Return a path as the Python expression that reads its value."""
     return name + "".join(f".{key}" if kind == "attribute" else f"[{key!r}]" for kind, key in path)
 

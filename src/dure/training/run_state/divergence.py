@@ -35,7 +35,7 @@ class Divergence:
     values: Mapping[int, str]
     """Value on each holder, by rank."""
 
-    def in_words(self, step: int) -> str:
+    def describe(self, step: int) -> str:
         """Return the divergence as a sentence without a full stop."""
         if self.odd:
             others = [rank for rank in self.holders if rank not in self.odd]

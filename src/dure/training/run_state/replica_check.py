@@ -185,7 +185,7 @@ class ReplicaCheck:
     def _diverged(self, found: Divergence) -> None:
         now, run = self.progression, self.session
         checkpoint = run.group.all_gather_json(self.checkpoint())[0]
-        message = found.in_words(now.step)
+        message = found.describe(now.step)
         self.event(
             events.ReplicasDiverged(
                 step=now.step,

@@ -202,7 +202,7 @@ def _is_used(cls: type[Task], name: str) -> bool:
     own = [function for base in bases for function in _functions(vars(base)) if function.__name__ != name]
     modules = {base.__module__ for base in bases if issubclass(base, Task)} & {*sys.modules}
     around = [function for module in modules for function in _functions(vars(sys.modules[module]))]
-    return any(name in _words_in(function.__code__) for function in own) or any(
+    return any(name in _names_and_strings_in(function.__code__) for function in own) or any(
         name in _names_in(function.__code__) for function in around
     )
 
@@ -223,8 +223,8 @@ def _names_in(code: types.CodeType) -> set[str]:
     return {*code.co_names}.union(*map(_names_in, inner))
 
 
-def _words_in(code: types.CodeType) -> set[str]:
+def _names_and_strings_in(code: types.CodeType) -> set[str]:
     """Return the names used in code, and its strings: `getattr(self, "metric")`."""
     inner = [constant for constant in code.co_consts if isinstance(constant, types.CodeType)]
-    words = {constant for constant in code.co_consts if isinstance(constant, str)}
-    return words.union(code.co_names, *map(_words_in, inner))
+    strings = {constant for constant in code.co_consts if isinstance(constant, str)}
+    return strings.union(code.co_names, *map(_names_and_strings_in, inner))

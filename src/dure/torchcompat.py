@@ -1047,14 +1047,14 @@ def run_backward(loss: Tensor, *others: tuple[Tensor, Tensor]) -> None:
         loss: Scalar; its gradient is one.
         others: Tensors and their gradients.
     """
-    tensors, gradients = [loss, *(tensor for tensor, _ in others)], [gradient for _, gradient in others]
+    tensors, gradients = zip(*others, strict=True) if others else ((), ())
     if loss.device.type != "cpu":
-        torch.autograd.backward(tensors, [None, *gradients])
+        torch.autograd.backward((loss, *tensors), (None, *gradients))
         return
     if loss.dtype not in _ones:
         _ones[loss.dtype] = torch.ones((), dtype=loss.dtype)
     torch.autograd.Variable._execution_engine.run_backward(
-        tuple(tensors),
+        (loss, *tensors),
         (_ones[loss.dtype], *gradients),
         False,  # keep_graph
         False,  # create_graph

@@ -35,7 +35,6 @@ def test_steps_of_a_rank_without_samples_then_none_is_fetched_and_all_are_served
     while (step := samples.next_step()) is not None:
         samples.compute(step, Requests(save=True))
         assert samples.microbatch_under_way() is None
-        samples.end_step()
         seen.append((step.batch.epoch, step.batch.samples_seen, len(step.share.indices), list(step.share.microbatches)))
     assert seen == [(0, 4, 0, []), (0, 5, 0, []), (1, 7, 0, []), (1, 9, 0, [])]
     assert served == [Requests(save=True)] * 4

@@ -128,7 +128,7 @@ class TrainingLoop:
         while (planned := self.samples.next_step()) is not None:
             step += 1
             self._pending.append(self._launch(step, planned))
-            self.samples.end_step()
+            self.samples.is_under_way = False
             outcomes = [self._finish(self._pending.popleft())] if len(self._pending) > self.lag else []
             yield Boundary(step, planned.batch, outcomes)
 
@@ -167,7 +167,8 @@ class TrainingLoop:
         if self.before_change is not None and (waited := self.before_change()):
             step.forget(waited)
         if step.skipped is None:
-            self._set_learning_rates(batch.samples_seen - len(batch.indices))
+            if self.schedule is not None:
+                self._set_learning_rates(self.schedule, batch.samples_seen - len(batch.indices))
             strategy.optimizer_step()
         else:
             strategy.skip_step()
@@ -183,17 +184,16 @@ class TrainingLoop:
         buffers = [buffer for model in self.strategy.evaluation_models() for buffer in model.buffers()]
         return buffers, [buffer.clone() for buffer in buffers]
 
-    def _set_learning_rates(self, samples_seen: int) -> None:
-        if self.schedule is not None:
-            factor = self.schedule(samples_seen)
-            if not math.isfinite(factor):
-                raise TaskInvalid(
-                    f"the task's schedule gave {factor} at {samples_seen} samples seen: return a finite factor on the "
-                    "learning rate"
-                )
-            self.strategy.check_groups()
-            for group in self.strategy.optimizer.param_groups:
-                group["lr"] = group.setdefault("initial_lr", group["lr"]) * factor  # a group may have been added later
+    def _set_learning_rates(self, schedule: Schedule, samples_seen: int) -> None:
+        factor = schedule(samples_seen)
+        if not math.isfinite(factor):
+            raise TaskInvalid(
+                f"the task's schedule gave {factor} at {samples_seen} samples seen: return a finite factor on the "
+                "learning rate"
+            )
+        self.strategy.check_groups()
+        for group in self.strategy.optimizer.param_groups:
+            group["lr"] = group.setdefault("initial_lr", group["lr"]) * factor  # a group may have been added later
 
     def _finish(self, step: LaunchedStep) -> StepOutcome:
         loss_sum, loss_count, requests = step.known or self._check_finite(step)

@@ -65,6 +65,8 @@ class StepSamples(Protocol):
 
     wait_seconds: float
     """Seconds for which the current step has waited for data."""
+    is_under_way: bool
+    """True from the wait for a step's samples to its end, which the loop sets."""
 
     def begin(self, samples_seen: int, total_samples: int, step: int) -> None:
         """Begin after a step, up to a number of samples."""
@@ -79,9 +81,6 @@ class StepSamples(Protocol):
             step: Value that `next_step` returned last.
             requests: Requests of this rank.
         """
-
-    def end_step(self) -> None:
-        """End the current step."""
 
     def microbatch_under_way(self) -> int | None:
         """Return the maximum samples that a device computes at once in the current step; None between two steps."""
@@ -114,12 +113,13 @@ class LoadedSamples:
         self._order = order
         self._microbatch_size = microbatch_size
         """Maximum samples of one microbatch of this process."""
+        self.is_under_way = False
+        self._current: PlannedStep | None = None
         self._planned: deque[PlannedStep] = deque()
-        """Steps whose samples have been requested, with the current one first."""
+        """Steps after it whose samples have been requested."""
         self._fetched: Iterator[Any] = iter(())
-        self._fetched_last: Any = None
-        """Microbatch that was fetched and not yet computed."""
-        self._is_under_way = False
+        self._waiting: list[Any] = []
+        """Microbatch that was fetched and not yet computed; its memory is released after its use."""
 
     def begin(self, samples_seen: int, total_samples: int, step: int) -> None:
         """Begin after a step, up to a number of samples."""
@@ -128,12 +128,15 @@ class LoadedSamples:
     def next_step(self) -> PlannedStep | None:
         """Wait for the first samples of the next step, and return the step; None at the end."""
         self.wait_seconds = 0.0
-        self._is_under_way = True
-        self._fetched_last = self._fetch()
-        if self._fetched_last is _END:
-            self._is_under_way = False
+        self.is_under_way = True
+        self._current = None
+        batch = self._fetch()
+        if batch is _END:
+            self.is_under_way = False
             return None
-        return self._planned[0]
+        self._waiting.append(batch)
+        self._current = self._planned.popleft()
+        return self._current
 
     def compute(self, step: PlannedStep, requests: Requests) -> None:
         """Run forward and backward of every microbatch."""
@@ -141,16 +144,12 @@ class LoadedSamples:
             self._microbatches(step.share), global_samples=len(step.batch.indices), requests=requests
         )
 
-    def end_step(self) -> None:
-        """End the current step."""
-        self._planned.popleft()
-        self._is_under_way = False
-
     def microbatch_under_way(self) -> int | None:
         """Return the maximum samples that a device computes at once in the current step; None between two steps."""
-        if not self._is_under_way or not self._planned:
+        step = self._current or next(iter(self._planned), None)
+        if not self.is_under_way or step is None:
             return None
-        return self._strategy.parts.device_size(max(*self._planned[0].share.microbatches, 1))
+        return self._strategy.parts.device_size(max(*step.share.microbatches, 1))
 
     def _requested(self, samples_seen: int, total_samples: int, step: int) -> Iterator[FetchRequest]:
         share_at = share_by_step(self._strategy)
@@ -176,13 +175,8 @@ class LoadedSamples:
     def _microbatches(self, share: RankBatch) -> Iterator[Microbatch]:
         for position, size in enumerate(share.microbatches):
             if position:
-                self._fetched_last = self._fetch()
-            yield Microbatch(batch=self._taken(), num_samples=size or 1, is_padding=size == 0)
-
-    def _taken(self) -> Any:
-        """Return the microbatch that was fetched last, and keep no reference: its memory is released after its use."""
-        batch, self._fetched_last = self._fetched_last, None
-        return batch
+                self._waiting.append(self._fetch())
+            yield Microbatch(self._waiting.pop(), size or 1, size == 0)
 
 
 class NoSamples:
@@ -190,6 +184,7 @@ class NoSamples:
 
     def __init__(self, strategy: ServesSteps, order: SampleOrder) -> None:
         self.wait_seconds = 0.0
+        self.is_under_way = False
         self._strategy = strategy
         self._order = order
         self._batches: Iterator[GlobalBatch] = iter(())
@@ -206,9 +201,6 @@ class NoSamples:
     def compute(self, step: PlannedStep, requests: Requests) -> None:
         """Begin the step."""
         self._strategy.serve_step(requests)
-
-    def end_step(self) -> None:
-        """End the current step."""
 
     def microbatch_under_way(self) -> None:
         """Return None: no sample is computed here."""

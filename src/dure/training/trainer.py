@@ -262,7 +262,8 @@ class Trainer:
             self.position.loss_sum += record.loss_sum
             self.position.loss_count += record.loss_count
             self.progress.step(record)
-            self.memory.note(record.wall_seconds)
+            if self.memory.is_measuring:
+                self.memory.note(record.wall_seconds)
             if outcome.skipped is not None:
                 self._print_skipped(record.step, outcome.skipped)
             if self.scalars is not None:

@@ -184,8 +184,11 @@ class Strategy(ABC):
 
     def optimizer_step(self) -> None:
         """Correct the count, clip by the norm of the true global gradient, and step."""
-        self._correct_count()
-        self.unscale_gradients()
+        # a call between two passes over the model finds the processor's caches full of it, and takes half a microsecond
+        if self.expectation is not None:
+            self._correct_count()
+        if self.precision.scaler is not None:
+            self.unscale_gradients()
         if self.spec.clip_norm is not None:
             self.clip_gradients(self.stepped_parameters(), self.spec.clip_norm)
         if self.first_steps.is_over:

@@ -82,6 +82,8 @@ class MemorySaver:
         self.every = every or self._least
         self._is_given = every is not None
         self._descriptors = tuple(descriptors) if session.strategy.is_synchronous else ()
+        self.is_measuring = bool(self._descriptors) and not self._is_given
+        """True if the interval follows from the durations of steps, which `note` receives."""
         self._place = session.place
         self._survey: Survey | None = None
         self.must_take = False
@@ -130,7 +132,7 @@ class MemorySaver:
         needed, free = self._num_places * max(nodes.values()), min(one[2] for one in gathered)
         if needed <= MOST_OF_MEMORY * free:
             return True
-        self._descriptors = ()
+        self._descriptors, self.is_measuring = (), False
         self._warn(
             f"snapshots in memory would take {format_bytes(needed)} of the {format_bytes(free)} that are free, so none "
             "are taken: after a failure the run goes on from its last checkpoint"
@@ -205,8 +207,7 @@ class MemorySaver:
 
     def note(self, step_seconds: float) -> None:
         """Record the duration of a step."""
-        if self._descriptors and not self._is_given:
-            self._step_seconds.append(step_seconds)
+        self._step_seconds.append(step_seconds)
 
     # loading a snapshot
 

@@ -27,18 +27,16 @@ class FirstSteps:
 
     def __init__(self, devices: Sequence[torch.device], *, has_other_ranks: bool) -> None:
         self._devices = devices
-        self._num_left = _WATCHED_STEPS if has_other_ranks else 0
+        self._num_left = _WATCHED_STEPS
         self.has_drawn = False
         """True if the optimiser drew random numbers in any of them."""
-
-    @property
-    def is_over(self) -> bool:
+        self.is_over = not has_other_ranks
         """True if later steps are not watched."""
-        return not self._num_left
 
     def take(self, optimizer: Optimizer, step: Callable[[Optimizer], None]) -> StepFindings:
         """Take a step, and examine it if it is among the first."""
         self._num_left -= 1
+        self.is_over = not self._num_left
         before = GeneratorStates.now(*self._devices)
         called: list[str] = []
         with watched_collectives(optimizer, called):

@@ -2,6 +2,7 @@
 
 import functools
 import math
+import operator
 import time
 import weakref
 from collections.abc import Callable, Iterable, Sequence
@@ -22,6 +23,7 @@ from dure.strategies.state.checksum import checksum
 _WRITTEN_PLACEHOLDER = "more than one element of the written-to tensor refers to a single memory location"
 """Part of torch's error for a write to a parameter of another rank, which is expanded from one number here."""
 
+_requires_grad = operator.attrgetter("requires_grad")
 _SUM_INTERVAL = 200
 """Time between two comparisons of checksums, as a multiple of one computation; a comparison takes two."""
 
@@ -58,7 +60,7 @@ class ParameterWatch:
         self._named = named
         self._sees_writes = sees_writes
         self._list(named() if named is not None else model.named_parameters())
-        self._flags = [parameter.requires_grad for parameter in self._parameters]
+        self._flags = list(map(_requires_grad, self._parameters))
         self._num_calls = 0
         self._versions: list[int] = []
         self._sums: list[int] | None = None
@@ -146,7 +148,7 @@ class ParameterWatch:
 
     def freezing(self) -> Freezing | None:
         """Return the parameters that were frozen or unfrozen since the last call of this method, or None."""
-        now = [parameter.requires_grad for parameter in self._parameters]
+        now = list(map(_requires_grad, self._parameters))
         if now == self._flags:
             return None
         triples = list(zip(self._names, self._flags, now, strict=True))

@@ -11,6 +11,7 @@ import torch.nn.utils.prune
 from torch import nn
 from torch.nn import functional
 
+import dure
 from tests.conformance.cases import train_case
 from tests.conformance.zoo.cell import reference_of, run_cell
 from tests.conformance.zoo.feature import STEPS, Feature, Samples, ZooTask, chain
@@ -92,8 +93,59 @@ class OldNorms(ZooTask):
         return model
 
 
+class WholeBatchLoss(ZooTask):
+    """Mixes the samples of a batch in the loss, draws there and in collate, and has a buffer that the loss moves."""
+
+    def build_model(self) -> nn.Module:
+        model = chain()
+        model.register_buffer("center", torch.zeros(3, dtype=torch.float64))
+        return model
+
+    def collate(self, samples: Any) -> Any:
+        x, y = (torch.stack(column) for column in zip(*samples, strict=True))
+        return x * (torch.rand(x.shape) < 0.8), y
+
+    def loss(self, model: nn.Module, batch: Any) -> Any:
+        x, y = batch
+        predicted = model(x)
+        if model.training:
+            model.center.lerp_(predicted.detach().mean(0), 0.1)
+            y = y + 0.1 * torch.randn_like(y)
+        return functional.cross_entropy((predicted - model.center) @ y.T, torch.arange(len(x)))
+
+
+class PenaltyNowAndThen(ZooTask):
+    """Adds a penalty in every fourth call of its loss."""
+
+    def build_model(self) -> nn.Module:
+        self.calls = 0
+        return chain()
+
+    def loss(self, model: nn.Module, batch: Any) -> Any:
+        self.calls += model.training
+        penalty = sum(parameter.square().sum() for parameter in model.parameters())
+        return super().loss(model, batch) + (0.1 * penalty if self.calls % 4 == 3 else 0.0)
+
+
+class NestedBatch(ZooTask):
+    """Has rows of several lengths in one nested tensor."""
+
+    def collate(self, samples: Any) -> Any:
+        rows, targets = zip(*samples, strict=True)
+        lengths = [2 + int(row[0] > 0) for row in rows]
+        cut = [row[:length] for row, length in zip(rows, lengths, strict=True)]
+        return torch.nested.nested_tensor(cut, layout=torch.jagged), torch.stack(targets)
+
+    def loss(self, model: nn.Module, batch: Any) -> Any:
+        x, y = batch
+        padded = torch.nested.to_padded_tensor(x, 0.0)
+        return functional.mse_loss(model(functional.pad(padded, (0, 6 - padded.shape[1]))), y)
+
+
 TASKS = (NoiseInEvaluation, SoftmaxOverDocuments, KeepsWorldSize, FollowingTeacher, FlagOfSchedule, OldNorms)
 CASES = [(task, name) for task in TASKS for name in ("ddp", "fsdp", "pipeline")]
+CASES += [(WholeBatchLoss, "dp"), (WholeBatchLoss, "tensor_parallel")]
+CASES += [(PenaltyNowAndThen, "dp"), (PenaltyNowAndThen, "ddp"), (NestedBatch, "ddp")]
 CASES.remove((OldNorms, "fsdp"))  # refused
 CASES.remove((FlagOfSchedule, "pipeline"))  # refused, as the next one
 CASES.remove((FollowingTeacher, "pipeline"))  # refused: the teacher follows weights of which a stage has a part
@@ -146,6 +198,26 @@ class CountedByBoth(ZooTask):
         if not model.training or self.calls > 7:
             self.number += 0.01
         return super().loss(model, batch) * (1 + self.number * model.training)
+
+
+class MasksInCollate(ZooTask):
+    """Draws in collate which targets count."""
+
+    def collate(self, samples: Any) -> Any:
+        x, y = (torch.stack(column) for column in zip(*samples, strict=True))
+        counts = torch.rand(len(x)) < 0.8
+        counts[0] = True
+        return x, y, counts
+
+    def loss(self, model: nn.Module, batch: Any) -> Any:
+        x, y, counts = batch
+        return dure.Sum(functional.mse_loss(model(x)[counts], y[counts], reduction="sum"), 3 * int(counts.sum()))
+
+
+def test_batch_when_collate_draws_then_the_loss_is_not_blamed(tmp_path: Path) -> None:
+    run = train_case(tmp_path, MasksInCollate(), "ddp", 2, **STEPS)
+    (text,) = json.loads((run / "summary.json").read_text())["not_preserved"]
+    assert text.startswith("random numbers in collate: drawn for each of the 2 parts")
 
 
 @pytest.mark.parametrize(

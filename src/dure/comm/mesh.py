@@ -70,20 +70,16 @@ class Mesh:
 
     def coordinate(self, axis: str) -> int:
         """Return this rank's coordinate along an axis, from 0."""
-        return self._everyone.rank // self._stride(axis) % self.axes[axis]
+        return coordinate_of(self.axes, axis, self._everyone.rank)
 
     def ranks(self, axis: str) -> list[int]:
         """Return the global ranks of this rank's line along an axis, by coordinate."""
         return self._line_of(axis, self._everyone.rank)
 
     def _line_of(self, axis: str, rank: int) -> list[int]:
-        stride, size = self._stride(axis), self.axes[axis]
+        stride, size = _stride(self.axes, axis), self.axes[axis]
         first = rank - rank // stride % size * stride
         return [first + position * stride for position in range(size)]
-
-    def _stride(self, axis: str) -> int:
-        names = list(self.axes)
-        return math.prod(self.axes[name] for name in names[names.index(axis) + 1 :])
 
     def process_group(self, axis: str) -> dist.ProcessGroup:
         """Return the torch group of this rank's line along an axis."""
@@ -96,6 +92,22 @@ class Mesh:
             alone = self.size(axis) == 1
             self._groups[axis] = Solo() if alone else ProcessGroup(self._device, self.process_group(axis))
         return self._groups[axis]
+
+
+def coordinate_of(axes: Mapping[str, int], axis: str, rank: int) -> int:
+    """Return a rank's coordinate along an axis of a mesh, from 0.
+
+    Args:
+        axes: Size of each axis, outermost first.
+        axis: One of them.
+        rank: Global rank.
+    """
+    return rank // _stride(axes, axis) % axes[axis]
+
+
+def _stride(axes: Mapping[str, int], axis: str) -> int:
+    names = list(axes)
+    return math.prod(axes[name] for name in names[names.index(axis) + 1 :])
 
 
 def _check_backend(device: torch.device, group: ProcessGroup) -> None:

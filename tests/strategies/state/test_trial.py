@@ -12,6 +12,15 @@ from dure.strategies.state.objects.object_state import ObjectState
 from dure.strategies.state.trial import Trial, is_equal
 
 
+def test_nested_tensors_are_equal_if_their_rows_are():
+    rows = [torch.ones(2), torch.ones(3)]
+    one, other = (torch.nested.nested_tensor(rows, layout=torch.jagged) for _ in range(2))
+    assert one.shape != other.shape
+    assert is_equal(one, other)
+    assert not is_equal(one, torch.nested.nested_tensor([torch.ones(3), torch.ones(2)], layout=torch.jagged))
+    assert not is_equal(one, torch.ones(2, 3))
+
+
 class Task:
     calls = 0
 

@@ -1,5 +1,6 @@
 """Layers are divided as the table says, weights come out as one process's, and what cannot be divided is refused."""
 
+import json
 from functools import partial
 from typing import Any
 
@@ -57,7 +58,8 @@ class Apart(nn.Module):
             per_head = mask.expand(self.heads, -1, -1)
             mixed = functional.scaled_dot_product_attention(query, key, value, attn_mask=per_head)
         else:
-            mixed = functional.scaled_dot_product_attention(query, key, value, is_causal=True)
+            dropout = 0.5 if self.way == "dropping" and self.training else 0.0
+            mixed = functional.scaled_dot_product_attention(query, key, value, dropout_p=dropout, is_causal=True)
         return self.out_proj(mixed.transpose(1, 2).reshape(hidden.shape))
 
 
@@ -416,13 +418,19 @@ def test_the_start_says_what_is_divided_and_what_is_not():
     assert note.startswith("block.self_attn whole: nn.MultiheadAttention keeps")
 
 
-@pytest.mark.parametrize(("mesh", "num_texts"), [("tensor=4", 1), ("data=2,tensor=2", 2)])
+@pytest.mark.parametrize(("mesh", "num_texts"), [("tensor=4", 0), ("data=2,tensor=2", 1)])
 def test_what_is_not_preserved_depends_on_the_data_ranks(mesh, num_texts, tmp_path):
     summary = dure.train(
         Regression(layered=True, dropout=0.5), strategy="tensor_parallel", nproc=4, mesh=mesh, runs_dir=tmp_path,
         start="fork", samples=7, quiet=True,
     )  # fmt: skip
     assert len(summary.not_preserved) == num_texts
+
+
+def test_dropout_inside_attention_then_its_draws_are_declared(tmp_path):
+    run = train_case(tmp_path, Attending(way="dropping"), "tensor_parallel", 2, global_batch_size=7, samples=14)
+    (text,) = json.loads((run / "summary.json").read_text())["not_preserved"]
+    assert text.startswith("random numbers inside scaled_dot_product_attention")
 
 
 def test_a_plan_may_be_the_tasks_own(tmp_path):

@@ -442,3 +442,43 @@ def test_late_comparison_finds_gradients_alone_that_no_longer_add_up_without_the
         nullcontext, is_exact=True,
     )  # fmt: skip
     assert noisy.late_difference(0, 40)[0] is None
+
+
+class Cosines(nn.Module):
+    """Similarities of each sample with the others, or the samples alone."""
+
+    def __init__(self, mixes):
+        super().__init__()
+        self.mixes = mixes
+
+    def forward(self, x):
+        return x @ x.T if self.mixes else x
+
+
+@pytest.mark.parametrize("mixes", [True, False])
+def test_whether_the_model_or_the_loss_mixes_samples_is_found(mixes):
+    task = Task()
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 2), Cosines(mixes)).double()
+
+    def loss(model, x):
+        outputs = model(x)
+        return (outputs if mixes else outputs @ outputs.T).square().sum()
+
+    traits = LossInspection(
+        loss, model, lambda places: X[list(places)], {"task": task}, nullcontext, is_exact=True
+    ).traits(len(X))
+    assert traits.not_additive is not None
+    assert traits.model_not_additive is mixes
+
+
+def test_draws_and_buffers_are_told_apart_by_the_model_and_the_loss():
+    def of_loss(model, x, task):
+        model[0].mean = model[0].mean + 1
+        return (model(x) * torch.rand(len(x), 1)).mean()
+
+    inside, outside = traits_of(layer=Learning()), traits_of(of_loss, layer=Learning())
+    assert set(inside.model_buffers) == {"0.mean", "0.calls"}
+    assert outside.draws
+    assert not outside.model_draws
+    assert traits_of(layer=nn.Dropout(0.5)).model_draws

@@ -104,7 +104,7 @@ def by_division(division: BatchDivision, traits: LossTraits, found: Findings, de
     if parts == division.calls_per_step == 1:
         return []
     if division.is_loss_whole:
-        traits = _of_model(traits, found)
+        traits = _of_model(traits)
     several_calls = division.calls_per_step > 1
     owner = "each microbatch's own" if division.is_one_device else "each rank's own"
     texts = []
@@ -138,11 +138,8 @@ def by_division(division: BatchDivision, traits: LossTraits, found: Findings, de
     return texts
 
 
-def _of_model(traits: LossTraits, found: Findings) -> LossTraits:
-    """Return the traits of the model's own calls alone.
-
-    Strategies that divide these calls compare their outputs with the whole ones if they are the same each time.
-    """
+def _of_model(traits: LossTraits) -> LossTraits:
+    """Return the traits of the model's own calls alone."""
 
     def changed_inside(path: str) -> bool:
         return path.startswith("model.") and path not in traits.module_state
@@ -150,7 +147,7 @@ def _of_model(traits: LossTraits, found: Findings) -> LossTraits:
     return replace(
         traits,
         collate_draws=False,
-        not_additive=traits.not_additive if found.draws or found.has_batchnorm else None,
+        not_additive=traits.not_additive if traits.model_not_additive else None,
         learned_buffers=tuple(name for name in traits.learned_buffers if name in traits.model_buffers),
         learned_state=tuple(filter(changed_inside, traits.learned_state)),
     )

@@ -29,6 +29,8 @@ class LossTraits:
     """True if samples differed when they were read twice."""
     not_additive: str | None = None
     """Figures that show that the loss is neither a mean over samples, nor a sum with its count; None if it is."""
+    model_not_additive: bool = False
+    """True if, in addition, the model's outputs for a sample depend on the other samples."""
     learned_buffers: tuple[str, ...] = ()
     """Buffers, except those of BatchNorm, that forward changes depending on the samples."""
     counted_buffers: tuple[str, ...] = ()

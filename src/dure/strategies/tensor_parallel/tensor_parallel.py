@@ -27,12 +27,13 @@ from torch.distributed.tensor.experimental import implicit_replication
 from torch.distributed.tensor.parallel import parallelize_module
 
 from dure.comm.buckets import as_gradient_of
-from dure.comm.mesh import Mesh
+from dure.comm.mesh import Mesh, coordinate_of
 from dure.errors import RanksDisagree, TaskInvalid
 from dure.spec import RunSpec
 from dure.spec.mesh import parse_mesh
 from dure.strategies.contract.batch_parts import DataShare
 from dure.strategies.contract.batches import Microbatch
+from dure.strategies.contract.context import StrategyContext
 from dure.strategies.contract.declarations import Findings
 from dure.strategies.contract.reduced_facts import reduced_facts
 from dure.strategies.contract.step_facts import Requests, StepFacts
@@ -100,17 +101,21 @@ class TensorParallel(ShardedStrategy):
             f"the model's layers are {shown}{reasons}: use fsdp, which divides any parameter"
         ]
 
+    def __init__(self, context: StrategyContext) -> None:
+        super().__init__(context)
+        self._axes = parse_mesh(self.spec.mesh, AXES, self.group.world_size)
+        index, position = (coordinate_of(self._axes, axis, self.group.rank) for axis in ("data", "tensor"))
+        self.take_share(DataShare(index=index, count=self._axes["data"], leads=position == 0))
+        self._values = DividedValues()
+
     def place(self, model: nn.Module) -> nn.Module:
         """Divide the layers of the plan, and send rank 0's values to all ranks.
 
         Communication: a broadcast of each parameter and buffer over all ranks; one is whole on the device at a time.
         """
-        axes = parse_mesh(self.spec.mesh, AXES, self.group.world_size)
-        self.mesh = Mesh(axes, self.group, self.device, divides_tensors=True)
+        self.mesh = Mesh(self._axes, self.group, self.device, divides_tensors=True)
         self.shard_group = self.mesh.group("tensor")
         self.random_stream = self.mesh.coordinate("data")
-        index, leads = self.mesh.coordinate("data"), self.mesh.coordinate("tensor") == 0
-        self.take_share(DataShare(index=index, count=self.mesh.size("data"), leads=leads))
         self.plan = _plan(model, self.mesh.size("tensor"), self.options)
         self.traffic = Traffic(self.mesh.size("tensor"))
         self._is_dividing = False
@@ -185,7 +190,7 @@ class TensorParallel(ShardedStrategy):
             return
         self._is_dividing = True
         try:
-            with without_compilation(), DividedValues(), counted_by(self.traffic):
+            with without_compilation(), self._values, counted_by(self.traffic):
                 yield
         except (RuntimeError, NotImplementedError) as error:
             if not has_no_rule(error):
@@ -296,7 +301,8 @@ class TensorParallel(ShardedStrategy):
     def declared_by_row(self, found: Findings) -> list[str]:
         """Return the row's declarations: with one data rank batches and draws are those of one device."""
         texts = super().declared_by_row(found)
-        return [text for text in texts if self.share.count > 1 or text.startswith("random numbers inside")]
+        is_inside = {text: text.startswith("random numbers inside") for text in texts}
+        return [text for text in texts if (self._values.have_own_draws if is_inside[text] else self.share.count > 1)]
 
     def describe(self) -> list[str]:
         """Return lines about the divided layers, and those that are not."""

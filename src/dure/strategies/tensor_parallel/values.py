@@ -67,6 +67,11 @@ class DividedValues(TorchFunctionMode):
     whole. A plain parameter that is combined with a divided value gets its gradient from all ranks.
     """
 
+    def __init__(self) -> None:
+        super().__init__()
+        self.have_own_draws = False
+        """True once each rank drew random numbers for its own heads (dropout inside attention)."""
+
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
@@ -96,6 +101,8 @@ class DividedValues(TorchFunctionMode):
             return func(*args, **kwargs)
         handler = _HANDLERS.get(func)
         if handler is not None:
+            if handler is _attention and _drops(*args, **kwargs):
+                self.have_own_draws = True
             return handler(func, *args, **kwargs)
         if is_change:
             return _in_place(func, args, kwargs, divided.device_mesh)
@@ -247,6 +254,11 @@ def _attention(func: Any, query: Any, key: Any, value: Any, attn_mask: Any = Non
     (placement,) = query.placements
     mask = _part_of_mask(attn_mask, query, query.dim() - placement.dim)
     return _like(func(*map(to_local, (query, key, value)), mask, *args, **kwargs), query)
+
+
+def _drops(query: Any, key: Any, value: Any, attn_mask: Any = None, dropout_p: float = 0.0, *_: Any, **__: Any) -> bool:
+    """Return whether attention over divided heads would draw random numbers."""
+    return dropout_p > 0 and _are_divided_alike([query, key, value])
 
 
 def _are_divided_alike(values: Sequence[Any]) -> bool:

@@ -6,6 +6,7 @@ in three parts, show whether it is a mean over samples.
 """
 
 import contextlib
+import copy
 import io
 import math
 import time
@@ -28,6 +29,7 @@ from dure.training.inspection.call_watches import FedState, StateOfForward, Stat
 from dure.training.inspection.collectives import CollectiveCalled, no_collectives
 from dure.training.inspection.constant_draws import ConstantDraws, TooManyDraws
 from dure.training.inspection.first_loss import FirstLoss
+from dure.training.inspection.model_outputs import OutputsAsLoss
 
 NUM_SAMPLES = 8
 _PART_ENDS = (1 / 8, 1 / 2, 1)
@@ -168,6 +170,11 @@ class LossInspection:
             places = range(half), range(half, few)
             moved = [self._tried(each, as_in_training=True, perturbs=True) for each in places]
             state = {**moved[0].trial.state, **state[0]}, {**moved[1].trial.state, **state[1]}
+        not_additive = (
+            not_additive
+            or later.not_additive
+            or (self._wide(_FEW, min(num_samples, _FEW + _WIDE_SAMPLES), seconds_each)[0] if is_quick else None)
+        )
         derived = recomputed_weights(self._model)
         takes_several = half > 1 and not is_slow and math.isfinite(first.value.total)
         fails_alone, model_fails_alone = self._failure_of_one(range(half)) if takes_several else (None, False)
@@ -176,9 +183,8 @@ class LossInspection:
             reason_unknown=unknown if is_slow and self.is_divided else None,
             draws=first.trial.has_drawn or later.draws,
             model_draws=first.forward.has_drawn or (later.draws and not first.trial.has_drawn),
-            not_additive=not_additive
-            or later.not_additive
-            or (self._wide(_FEW, min(num_samples, _FEW + _WIDE_SAMPLES), seconds_each)[0] if is_quick else None),
+            not_additive=not_additive,
+            model_not_additive=not_additive is not None and not self._is_model_additive(num_samples, len(tried)),
             learned_buffers=tuple(name for name in buffers[0] if not _is_same_in(*buffers, name)),
             counted_buffers=tuple(name for name in buffers[0] if _is_same_in(*buffers, name)),
             model_buffers=tuple(dict.fromkeys((*first.forward.buffers, *second.forward.buffers))),
@@ -407,6 +413,21 @@ class LossInspection:
             tuple(sorted(fed.names)),
             tuple(written.outer),
         )
+
+    def _is_model_additive(self, num_samples: int, size: int) -> bool:
+        """Return whether the model's outputs for the first samples, and for the last, depend on no other samples.
+
+        Args:
+            num_samples: Number of available samples.
+            size: Number of samples of each of the two batches.
+        """
+        outputs = copy.copy(self)
+        outputs._loss = OutputsAsLoss(self._loss)
+        ends = range(size), range(num_samples - size, num_samples)
+        try:
+            return all(outputs._additivity(places) is None for places in ends)
+        except Exception:
+            return False
 
     def _additivity(self, places: range) -> str | None:
         """Return the figures of a loss whose parts do not add up, or None."""

@@ -30,6 +30,17 @@ class Inner:
         self.last = deque([1, 2], maxlen=3)
 
 
+def test_what_the_compiler_keeps_is_no_state():
+    weights = torch.ones(2)
+    compiled = torch.compile(lambda x: x * weights, backend="eager")
+    model = torch.compile(nn.Linear(2, 2), backend="eager")
+    state = ObjectState({"function": compiled, "model": model})
+    model(compiled(torch.ones(2)))
+    assert state.changed() == {}
+    weights += 1
+    assert list(state.changed()) == ["function().fn().weights"]
+
+
 class Slotted:
     __slots__ = ("__dict__", "__hidden", "count")
 

@@ -70,7 +70,9 @@ Holder = tuple[str, str]
 path and its own path as the name.
 """
 
-_COMPILERS = "_dynamo_"
+_COMPILER = ("torch._dynamo", "torch._functorch", "torch._inductor")
+"""Packages of `torch.compile`, whose objects count and cache for themselves."""
+_COMPILED_ATTRIBUTES = "_dynamo_"
 """Prefix of the attributes that a compiler sets on parameters."""
 _CALL = "()"
 """Suffix of a function's path, followed by its variables."""
@@ -236,6 +238,8 @@ class ObjectState:
                 self._walk(f"{path}{_CALL}[{number}]", cached)
         if isinstance(value, (*ATOMS, *SEALED)) or id(value) in self._seen:
             return
+        if type(value).__module__.startswith(_COMPILER) and not isinstance(value, nn.Module):
+            return
         of_pythons = next((place for kind, place in _OF_PYTHONS.items() if isinstance(value, kind)), None)
         memory = memory_of(value)
         if isinstance(value, torch.jit.ScriptModule):
@@ -330,7 +334,7 @@ class ObjectState:
             return
 
         def names() -> list[str]:
-            return [name for name in attributes if not name.startswith(_COMPILERS)]
+            return [name for name in attributes if not name.startswith(_COMPILED_ATTRIBUTES)]
 
         def put_back() -> None:
             for name in names():

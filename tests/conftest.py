@@ -1,5 +1,6 @@
 """Fixtures of every test: a check that it leaves nothing behind, and a skip where there is no CUDA device."""
 
+import gc
 import os
 import tempfile
 from collections.abc import Callable, Iterator
@@ -41,6 +42,12 @@ def pytest_configure(config: pytest.Config) -> None:
     """Record durations where that is asked for, once for all workers of pytest-xdist."""
     if config.getoption("--record-durations") and not hasattr(config, "workerinput"):
         config.pluginmanager.register(Durations())
+
+
+def pytest_collection_finish() -> None:
+    """Leave what the collection made out of garbage collections, which take a quarter of the time of small tests."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True)

@@ -49,11 +49,20 @@ def test_watch_when_a_module_is_put_into_the_model_then_refuses_it(name):
     model.register_module("later", nn.Linear(1, 1))
 
 
-def test_watch_when_a_parameter_is_replaced_then_refuses_it():
+def test_watch_when_a_parameter_is_replaced_then_refuses_it_by_its_whole_name():
     model = model_of_two()
     watch = ParameterWatch(model, "fsdp")
-    with watch, pytest.raises(TaskInvalid, match="puts a new Parameter into the model as weight"):
+    with watch, pytest.raises(TaskInvalid, match=r"puts a new Parameter into the model as 0\.weight during the run"):
         model[0].weight = nn.Parameter(torch.zeros(2, 2))
+
+
+def test_watch_when_a_module_is_put_into_a_list_then_gives_its_whole_name():
+    model = nn.ModuleDict({"layers": nn.ModuleList([nn.Linear(2, 2)])})
+    new = nn.Linear(2, 2)
+    torch.optim.SGD(model.parameters(), lr=0.1).add_param_group({"params": new.parameters()})
+    said = r"^the task's loss puts a new Linear into the model as layers\.1 during the run, and a resumed run, which"
+    with ParameterWatch(model, "single"), pytest.raises(TaskInvalid, match=said):
+        model["layers"].append(new)
 
 
 def test_watch_when_it_is_gone_then_torch_calls_nothing_of_it():

@@ -67,8 +67,8 @@ class ParameterWatch:
         """Checksums of the parameters when the call began; None if they are not compared after it."""
         self._sum_seconds = 0.0
         self._summed_at = -math.inf
-        # identified by their attributes, which a proxy of the model shares
-        self._modules = {id(vars(module)) for module in model.modules()}
+        self._modules = {id(vars(module)): name for name, module in model.named_modules()}
+        """Names of the modules, which are identified by their attributes, because a proxy of the model shares these."""
         self.is_light = not sees_writes and named is None
         """True if the context does no more than to note that a call runs, in `calls`."""
         self.calls: list[None] = []
@@ -84,13 +84,15 @@ class ParameterWatch:
 
     def _refuse_replacing(self, module: nn.Module, name: str, new: Any) -> None:
         """Refuse a parameter or module that is registered during the run; called by torch for any module."""
-        if not self.calls or id(vars(module)) not in self._modules:
+        path = self._modules.get(id(vars(module)))
+        if not self.calls or path is None:
             return
         if module._parameters.get(name) is new or module._modules.get(name) is new:
             return
         raise TaskInvalid(
-            f"the task's loss puts a new {type(new).__name__} into the model as {name} during the run, which no "
-            "optimiser trains and no checkpoint could name: build the whole model in build_model"
+            f"the task's loss puts a new {type(new).__name__} into the model as {f'{path}.{name}' if path else name} "
+            "during the run, and a resumed run, which begins with build_model, would not have it: build the whole "
+            "model in build_model"
         )
 
     def __enter__(self) -> None:

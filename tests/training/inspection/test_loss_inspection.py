@@ -273,6 +273,27 @@ def test_buffers_are_told_apart_by_what_they_follow():
     assert (traits.learned_buffers, traits.counted_buffers) == (("0.mean",), ("0.calls",))
 
 
+class Balancing(nn.Module):
+    """Moves a buffer by a step of one size, up or down (an expert's bias)."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("bias", torch.zeros(1, dtype=torch.float64))
+
+    def forward(self, x):
+        if self.training:
+            self.bias += 0.01 * (x[:, :1].sum(0) - 1).sign().detach()
+        return x
+
+
+def test_buffer_that_moves_alike_on_large_groups_of_samples_follows_them_too(monkeypatch):
+    monkeypatch.setattr(loss_inspection, "time", SimpleNamespace(monotonic=lambda: 0.0))  # as above
+    x = X.clone()
+    x[:, 0] = torch.tensor([1.0, 1.0, -1.0, 1.0, 1.0, 1.0, 1.0, 1.0])
+    traits = traits_of(layer=Balancing(), x=x)
+    assert (traits.learned_buffers, traits.counted_buffers) == (("0.bias",), ())
+
+
 def test_plain_state_is_told_apart_by_what_it_follows():
     def loss(model, x, task):
         task.calls += 1

@@ -164,7 +164,9 @@ class LossInspection:
         except Exception as error:  # more samples at once may need more memory than there is
             why = f"the loss failed with {type(error).__name__} when it was tried on {few} samples"
             return LossTraits(reason_unknown=why, draws=first.trial.has_drawn)
-        buffers = first.buffers(self._model), second.buffers(self._model)
+        buffers = [tried.buffers(self._model) for tried in (first, second)]
+        if is_quick and any(_is_same_in(buffers, name) for name in buffers[0]):
+            buffers += self._buffers_of_pairs(range(few))
         state = first.trial.state, second.trial.state
         if second is not first and self._has_copies():
             places = range(half), range(half, few)
@@ -185,8 +187,8 @@ class LossInspection:
             model_draws=first.forward.has_drawn or (later.draws and not first.trial.has_drawn),
             not_additive=not_additive,
             model_not_additive=not_additive is not None and not self._is_model_additive(num_samples, len(tried)),
-            learned_buffers=tuple(name for name in buffers[0] if not _is_same_in(*buffers, name)),
-            counted_buffers=tuple(name for name in buffers[0] if _is_same_in(*buffers, name)),
+            learned_buffers=tuple(name for name in buffers[0] if not _is_same_in(buffers, name)),
+            counted_buffers=tuple(name for name in buffers[0] if _is_same_in(buffers, name)),
             model_buffers=tuple(dict.fromkeys((*first.forward.buffers, *second.forward.buffers))),
             changed_parameters=tuple(dict.fromkeys((*first.trial.parameters, *later.parameters))),
             rebound_parameters=tuple(dict.fromkeys((*first.trial.rebound, *later.rebound))),
@@ -196,8 +198,8 @@ class LossInspection:
                 if second is not first and not is_equal(value, second.trial.parameters.get(name, value.new_empty(0)))
             ),
             repeated_writes=tuple(self._repeated_writes(range(half))) if first.trial.parameters else (),
-            learned_state=tuple(path for path in state[0] if path not in derived and not _is_same_in(*state, path)),
-            counted_state=tuple(path for path in state[0] if path not in derived and _is_same_in(*state, path)),
+            learned_state=tuple(path for path in state[0] if path not in derived and not _is_same_in(state, path)),
+            counted_state=tuple(path for path in state[0] if path not in derived and _is_same_in(state, path)),
             forward_state=tuple(first.forward.changed),
             hooked_parameters=tuple(dict.fromkeys((*gradient_hooks(self._model), *hooked))),
             hooked_by_loss=hooked,
@@ -290,6 +292,19 @@ class LossInspection:
             gradient=gradient if math.isfinite(gradient) else None,
             tolerance=self._tolerance(first.value.dtype),
         )
+
+    def _buffers_of_pairs(self, places: range) -> list[dict[str, Tensor]]:
+        """Return the changed buffers after a call on each pair of samples, up to the first pair that the loss fails on.
+
+        A buffer that moves by one of a few steps, such as the sign of a difference, may move alike on large groups.
+        """
+        found = []
+        for begin in places[:-1:2]:
+            try:
+                found.append(self._tried(range(begin, begin + 2), as_in_training=True).buffers(self._model))
+            except Exception:
+                break
+        return found
 
     def _has_copies(self) -> bool:
         """Return whether objects seem to hold copies of parameters, as a teacher does that starts as its student."""
@@ -808,12 +823,13 @@ def _parts_of(places: range) -> list[range]:
     return [range(start, end) for start, end in zip(starts, ends, strict=True) if start < end]
 
 
-def _is_same_in(one: Mapping[str, Any], other: Mapping[str, Any], name: str) -> bool:
-    """Return whether a value changed to the same value on other samples."""
-    if one is other or name not in other:
+def _is_same_in(groups: Sequence[Mapping[str, Any]], name: str) -> bool:
+    """Return whether a value of the first group of samples changed to the same value on all others."""
+    one, *others = groups
+    if all(other is one for other in others) or any(name not in other for other in others):
         return False  # a single call does not show it
     is_tensor = isinstance(one[name], Tensor)
-    return is_equal(one[name], other[name]) if is_tensor else bool(one[name] == other[name])
+    return all(is_equal(one[name], other[name]) if is_tensor else bool(one[name] == other[name]) for other in others)
 
 
 @contextlib.contextmanager

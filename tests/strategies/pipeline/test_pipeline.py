@@ -379,6 +379,13 @@ class Reading(Regression):
         return super().loss(model, batch) + 1e-3 * sum(p.square().sum() for p in model.parameters())
 
 
+class ReadingOfLast(Regression):
+    """Penalises the last layer's weights by hand, which the last stage has, in evaluations too."""
+
+    def loss(self, model, batch):
+        return super().loss(model, batch) + 1e-3 * model[-1].weight.square().sum()
+
+
 @pytest.mark.parametrize(
     ("task", "said", "exit_code"),
     [
@@ -386,8 +393,13 @@ class Reading(Regression):
         (Aside(layered=True), "the task's loss computed Sequential without calling it: .*or use ddp or fsdp", 2),
         (Breaking(), "KeyError: 'a block that fails'", 1),
         (Reading(layered=True), "cut before 4 gives another gradient of 0.weight than the whole model", 2),
+        (
+            ReadingOfLast(layered=True),
+            "^in an evaluation the task's loss would need the weights of 7.weight on a rank that has those of other",
+            2,
+        ),
     ],
-    ids=["twice", "aside", "broken", "reading"],
+    ids=["twice", "aside", "broken", "reading", "reading of last"],
 )
 def test_a_loss_or_block_that_does_not_go_is_told_in_its_own_words(task, said, exit_code, tmp_path):
     with pytest.raises(WorkerFailed, match=said) as caught:

@@ -214,18 +214,17 @@ class Pipeline(SectionedStrategy):
         Raises:
             TaskInvalid: It fails in an evaluation, on a rank that has not run the whole model.
         """
-        with guarded():
-            try:
-                return function(*args)
-            except Exception as error:
-                if isinstance(error, DureError) or self.share.leads or torch.is_grad_enabled():
-                    raise
-                reason = " ".join(f"{type(error).__name__}: {error}".split())[:200]
-                raise TaskInvalid(
-                    f"the task's {function.__name__} failed in an evaluation ({reason}), for which every rank computes "
-                    "it from the model's output, having run its own stages alone: if it uses what blocks of other "
-                    f"stages keep or hooks see, return that from the model, or use {CURE}"
-                ) from error
+        try:
+            return super().computed(function, *args)
+        except Exception as error:
+            if isinstance(error, DureError) or self.share.leads or torch.is_grad_enabled():
+                raise
+            reason = " ".join(f"{type(error).__name__}: {error}".split())[:200]
+            raise TaskInvalid(
+                f"the task's {function.__name__} failed in an evaluation ({reason}), for which every rank computes "
+                "it from the model's output, having run its own stages alone: if it uses what blocks of other "
+                f"stages keep or hooks see, return that from the model, or use {CURE}"
+            ) from error
 
     def _schedule_name(self) -> str:
         if self.num_stages == 1:

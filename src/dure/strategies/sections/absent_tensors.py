@@ -1,7 +1,7 @@
 """Placeholders for parameters and buffers on another rank: code may read their shape, but never their values.
 
 A rank with a section of a model keeps the whole module tree, so that names, shapes and the optimiser's groups are the
-same on all ranks. While code of the task runs, an operation on an absent tensor raises `TaskInvalid`.
+same on all ranks. While code of the task runs, an operation on an absent tensor raises `AbsentUsed`.
 """
 
 import threading
@@ -63,13 +63,25 @@ _guard = _Guard()
 
 @contextmanager
 def guarded() -> Iterator[None]:
-    """Run code of the task, without compilation: a use of absent values raises `TaskInvalid`."""
+    """Run code of the task, without compilation: a use of absent values raises `AbsentUsed`."""
     _guard.add(1)
     try:
         with without_compilation():
             yield
     finally:
         _guard.add(-1)
+
+
+class AbsentUsed(TaskInvalid):
+    """Use of the values of a tensor that is on another rank."""
+
+    def __init__(self, name: str) -> None:
+        """Take the tensor's name in the model."""
+        super().__init__(
+            f"the weights of {name} are on another rank, and the task's code, or the model's between its blocks, uses "
+            "them now: let the model's forward use them on every batch, or use ddp"
+        )
+        self.name = name
 
 
 class _Absent:
@@ -82,7 +94,7 @@ class _Absent:
     def __torch_function__(
         cls, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        """Compute if dure calls, or if no values are read; otherwise raise."""
+        """Compute if dure calls, or if no values are read; otherwise raise `AbsentUsed`."""
         name, is_attribute = _name_of(function)
         with without_overrides():
             if not _guard.is_on or (is_attribute and name not in _VALUE_ATTRIBUTES) or name in _METADATA:
@@ -90,10 +102,7 @@ class _Absent:
             first = _first_absent((args, kwargs))
             if name in _ALIASES and len(args) == 1:
                 return made_absent(function(*args, **(kwargs or {})), first)
-        raise TaskInvalid(
-            f"the weights of {first} are on another rank, and the task's code, or the model's between its blocks, uses "
-            "them now, which the loss did not on the first samples: let the loss use them on every batch, or use ddp"
-        )
+        raise AbsentUsed(first)
 
     def __repr__(self) -> str:
         """Return the name, because there are no values."""

@@ -8,7 +8,7 @@ has data. Other ranks follow the loop by the facts of each step, and compute in 
 """
 
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict
 from typing import Any
@@ -250,11 +250,6 @@ class RpcModel(SectionedStrategy):
         self.add_gradients(context_id)
         for answer in under_way:
             answer.wait()
-
-    def computed(self, function: Callable[..., Any], *args: Any) -> Any:
-        """Call a function of the task, which may not use tensors of other ranks."""
-        with guarded():
-            return function(*args)
 
     def add_gradients(self, context_id: int) -> None:
         """Add a context's gradients of this rank's parameters."""

@@ -1,20 +1,22 @@
 """Base of the strategies under which processes keep sections of the model: `pipeline` and `rpc_model`."""
 
 from abc import abstractmethod
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
+import torch
 from torch import nn
 
 from dure.comm.groups import Group
-from dure.errors import SpecInvalid
+from dure.errors import SpecInvalid, TaskInvalid
 from dure.strategies.contract.abilities import faults_of_optimizer
 from dure.strategies.contract.context import StrategyContext
 from dure.strategies.contract.strategy import Strategy
 from dure.strategies.division.step_hooks import refuse_later_hooks
+from dure.strategies.sections.absent_tensors import AbsentUsed, guarded
 from dure.strategies.sections.gradients import clip_by_common_norm, share_overflows
 from dure.strategies.sections.own_part import LocalStages
-from dure.strategies.sections.plan import SectionPlan
+from dure.strategies.sections.plan import CURE, SectionPlan
 from dure.strategies.sections.random_state import CommonSeeds, SectionDraws, SectionDrawWatch
 from dure.strategies.sections.sectioned_model import SectionedModel
 from dure.strategies.state.saved_state import StateSource, StrategyState
@@ -59,6 +61,23 @@ class SectionedStrategy(Strategy):
         self.trainable = self.part.trainable()
         self.part.divide(self.optimizer)
         self.sections = SectionedModel(self.model, self.plan)
+
+    def computed(self, function: Callable[..., Any], *args: Any) -> Any:
+        """Call a function of the task, which may not use tensors of other ranks.
+
+        Raises:
+            TaskInvalid: It uses such tensors.
+        """
+        with guarded():
+            try:
+                return function(*args)
+            except AbsentUsed as error:
+                if torch.is_grad_enabled():
+                    raise
+                raise TaskInvalid(
+                    f"in an evaluation the task's {function.__name__} would need the weights of {error.name} on a rank "
+                    f"that has those of other sections: let the model return what is needed of them, or use {CURE}"
+                ) from error
 
     def unscale_gradients(self) -> None:
         """Unscale, and agree over all sections on whether a gradient overflowed: all ranks skip the step, or none.

@@ -86,6 +86,24 @@ class Branches(nn.Module):
         return {"y": x + self.shift, "weight": self.weight}
 
 
+class Weighted(Regression):
+    """The loss is weighted by parameters of the model that its forward does not use."""
+
+    def build_model(self):
+        model = super().build_model()
+        model.register_parameter("log_variance", nn.Parameter(torch.zeros((), dtype=torch.float64)))
+        return model
+
+    def loss(self, model, batch):
+        return super().loss(model, batch) * torch.exp(-model.log_variance) + model.log_variance
+
+
+def test_weights_that_the_loss_alone_uses_equal_one_process(tmp_path):
+    one = weights_of(train_case(tmp_path, Weighted(), **STEPS))
+    assert one["log_variance"] != 0
+    assert largest_difference(weights_of(train_case(tmp_path, Weighted(), "rpc_model", 2, **STEPS)), one) < TO_ROUNDING
+
+
 @pytest.mark.parametrize("nproc", [2, 3])
 def test_weights_of_a_model_with_code_between_its_blocks_equal_one_process(nproc, trained, tmp_path):
     one = weights_of(trained(Branched(), **STEPS))

@@ -115,6 +115,8 @@ def test_parameters_and_buffers_outside_of_blocks_are_at_home_where_they_are_use
     assert dict(seen.homes) == {"gain": 2, "offset": 3}
     unused = survey(Flow(lambda m, x: m.b(m.a(x))), (X,), {})
     assert {"gain", "c.weight", "d.bias"} <= unused.homes.keys()
+    assert seen.unused == ()
+    assert {"gain", "c.weight", "d.bias"} <= set(unused.unused) == unused.homes.keys()
 
 
 def test_a_parameter_that_is_used_in_two_places_keeps_them_together():

@@ -1,5 +1,6 @@
 """Sections of a model, run one by one, are the model; where they are not, the rehearsal says so."""
 
+import itertools
 import re
 from dataclasses import replace
 from functools import partial
@@ -153,6 +154,56 @@ def test_a_value_that_blocks_exchange_by_themselves_is_found_by_its_gradients():
     assert "gives another gradient of first.weight" in rehearsed(model, plan_of(seen, 1), seen)
 
 
+class Masking(nn.Module):
+    """Model that draws a mask before its first block, or has one given."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Linear(2, 2), nn.Linear(2, 2)
+
+    def forward(self, x, mask=None):
+        mask = torch.rand(x.shape) if mask is None else mask
+        return self.second(torch.tanh(self.first(x)) * mask)
+
+
+@pytest.mark.parametrize("loss_section", [0, -1])
+def test_draws_between_blocks_are_named_as_what_differs_and_those_of_the_loss_do_not_differ(loss_section):
+    model = Masking()
+    seen = surveyed(model, torch.randn(3, 2))
+    said = rehearsed(model, plan_of(seen, 1), seen, loss_section=loss_section)
+    assert said.startswith("Masking cut before second draws other random numbers than the whole model, whose own code")
+
+    def drawing(model, batch):
+        return model(*batch, mask=torch.rand(batch[0].shape)).square().sum()
+
+    assert rehearsed(model, plan_of(seen, 1), seen, drawing, loss_section) is None
+
+
+def test_loss_that_is_another_one_at_each_call_is_named_as_what_differs():
+    model = nn.Sequential(nn.Linear(2, 2), nn.Tanh(), nn.Linear(2, 2))
+    seen = surveyed(model, torch.randn(3, 2))
+    numbers = itertools.count(1)
+    said = rehearsed(model, plan_of(seen, 1), seen, lambda model, batch: model(*batch).square().sum() * next(numbers))
+    assert "cannot be compared with the whole model, because the task's loss is another one at each call" in said
+
+
+def test_output_whose_tensors_are_in_an_object_is_named_where_the_first_section_computes_the_loss():
+    class Sure(nn.Sequential):
+        def forward(self, x):
+            return torch.distributions.Normal(super().forward(x), 1.0)
+
+    model = Sure(nn.Linear(2, 2), nn.Tanh(), nn.Linear(2, 2))
+    seen = surveyed(model, torch.randn(3, 2))
+
+    def likely(model, batch):
+        return -model(*batch).log_prob(torch.zeros(3, 2)).mean()
+
+    assert rehearsed(model, plan_of(seen, 1), seen, likely, 0).startswith(
+        "Sure returned Normal: what goes from section"
+    )
+    assert rehearsed(model, plan_of(seen, 1), seen, likely, -1) is None
+
+
 def test_a_model_that_calls_its_blocks_in_another_order_is_refused():
     class Turning(nn.Module):
         def __init__(self):
@@ -223,6 +274,7 @@ def test_block_that_was_not_called_on_the_first_samples_is_refused_when_it_is():
 LOSSES = {
     "weights of the first section": lambda m, x: m(x).square().sum() + m[0].weight.square().sum(),
     "weights of the last section": lambda m, x: m(x).square().sum() + m[2].weight.square().sum(),
+    "a factor from the last section": lambda m, x: m(x).square().sum() * m[2].weight.square().sum(),
     "values of weights": lambda m, x: m(x).square().sum() * (1 + m[0].weight.detach().square().sum()),
     "derivatives by the batch": lambda m, x: _penalised(m, x.requires_grad_()),
     "two calls": lambda m, x: (m(x) * m(x)).sum(),
@@ -236,11 +288,12 @@ def _penalised(model, x):
 
 
 @pytest.mark.parametrize(("loss", "section", "said"), [
-    ("weights of the first section", -1, "cut before 1 gives another gradient of 0.weight than the whole model"),
+    ("weights of the first section", -1, "^Sequential cut before 1 separates the task's loss from 0.weight, which the"),
     ("weights of the first section", 0, None),
     ("weights of the last section", -1, None),
-    ("weights of the last section", 0, "gives another gradient of 2.weight"),
-    ("values of weights", -1, "gives another gradient of|gives a loss of nan where the whole model gives"),
+    ("weights of the last section", 0, "separates the task's loss from 2.weight, which the loss uses itself"),
+    ("a factor from the last section", 0, "separates the task's loss from 2.weight, which the loss uses itself"),
+    ("values of weights", -1, "separates the task's loss from 0.weight, which the loss uses itself"),
     ("derivatives by the batch", -1, "cannot be computed .RuntimeError: .*without derivatives through it"),
     ("derivatives by the batch", 0, "cannot be computed .RuntimeError: .*without derivatives through it"),
     ("two calls", 0, None),

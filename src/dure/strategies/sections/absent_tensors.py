@@ -1,7 +1,7 @@
 """Placeholders for parameters and buffers on another rank: code may read their shape, but never their values.
 
 A rank with a section of a model keeps the whole module tree, so that names, shapes and the optimiser's groups are the
-same on all ranks. While code of the task runs, an operation on an absent tensor raises `AbsentUsed`.
+same on all ranks. While code of the task runs, an operation on an absent tensor raises `TaskInvalid`.
 """
 
 import threading
@@ -63,7 +63,7 @@ _guard = _Guard()
 
 @contextmanager
 def guarded() -> Iterator[None]:
-    """Run code of the task, without compilation: a use of absent values raises `AbsentUsed`."""
+    """Run code of the task, without compilation: a use of absent values raises `TaskInvalid`."""
     _guard.add(1)
     try:
         with without_compilation():
@@ -72,16 +72,8 @@ def guarded() -> Iterator[None]:
         _guard.add(-1)
 
 
-class AbsentUsed(TaskInvalid):
-    """Use of the values of a tensor that is on another rank."""
-
-    def __init__(self, name: str) -> None:
-        """Take the tensor's name in the model."""
-        super().__init__(
-            f"the weights of {name} are on another rank, and the task's code, or the model's between its blocks, uses "
-            "them now: let the model's forward use them on every batch, or use ddp"
-        )
-        self.name = name
+class AbsentUsed(Exception):
+    """Cause of a `TaskInvalid`: code used the values of a tensor that is on another rank, of the name in `args`."""
 
 
 class _Absent:
@@ -94,7 +86,7 @@ class _Absent:
     def __torch_function__(
         cls, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        """Compute if dure calls, or if no values are read; otherwise raise `AbsentUsed`."""
+        """Compute if dure calls, or if no values are read; otherwise raise."""
         name, is_attribute = _name_of(function)
         with without_overrides():
             if not _guard.is_on or (is_attribute and name not in _VALUE_ATTRIBUTES) or name in _METADATA:
@@ -102,7 +94,10 @@ class _Absent:
             first = _first_absent((args, kwargs))
             if name in _ALIASES and len(args) == 1:
                 return made_absent(function(*args, **(kwargs or {})), first)
-        raise AbsentUsed(first)
+        raise TaskInvalid(
+            f"the weights of {first} are on another rank, and the task's code, or the model's between its blocks, uses "
+            "them now: let the model's forward use them on every batch, or use ddp"
+        ) from AbsentUsed(first)
 
     def __repr__(self) -> str:
         """Return the name, because there are no values."""
@@ -120,6 +115,16 @@ class UsedTensors(TorchFunctionMode):
         """Used tensors, by name: the tensors themselves, their memory, and a copy of it."""
         self.has_used_gradients = False
         """True if `.grad` of any tensor was read or set."""
+        self._is_paused = False
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Record nothing within the context."""
+        before, self._is_paused = self._is_paused, True
+        try:
+            yield
+        finally:
+            self._is_paused = before
 
     @property
     def names(self) -> set[str]:
@@ -136,6 +141,8 @@ class UsedTensors(TorchFunctionMode):
         self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         """Record the tensors among the arguments, unless only metadata such as the shape is read."""
+        if self._is_paused:
+            return function(*args, **(kwargs or {}))
         name, is_attribute = _name_of(function)
         self.has_used_gradients |= is_attribute and name == "grad"
         if name in _VALUE_ATTRIBUTES if is_attribute else name not in _METADATA:

@@ -10,7 +10,7 @@ has data. Other ranks follow the loop by the facts of each step, and compute in 
 import threading
 from collections.abc import Iterable, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any
 
 import torch
@@ -108,6 +108,8 @@ class RpcModel(SectionedStrategy):
 
         plan, faults = plan_sections(model, seen, num_sections, self.options.cuts, costs=costs)
         if plan is not None and seen is not None:
+            # rank 0 computes the loss, with the weights that the loss alone uses
+            plan = replace(plan, homes={**plan.homes, **dict.fromkeys(seen.unused, 0)})
             fault = rehearse(self, model, plan, seen, loss_section=0)
             faults = [] if fault is None else [fault]
         return {"faults": faults, "plan": None if plan is None else asdict(plan)}

@@ -71,12 +71,12 @@ class SectionedStrategy(Strategy):
         with guarded():
             try:
                 return function(*args)
-            except AbsentUsed as error:
-                if torch.is_grad_enabled():
+            except TaskInvalid as error:
+                if torch.is_grad_enabled() or not isinstance(error.__cause__, AbsentUsed):
                     raise
                 raise TaskInvalid(
-                    f"in an evaluation the task's {function.__name__} would need the weights of {error.name} on a rank "
-                    f"that has those of other sections: let the model return what is needed of them, or use {CURE}"
+                    f"in an evaluation the task's {function.__name__} would need the weights of {error.__cause__} on a "
+                    f"rank that has those of other sections: let the model return what is needed of them, or use {CURE}"
                 ) from error
 
     def unscale_gradients(self) -> None:

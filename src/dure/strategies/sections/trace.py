@@ -35,6 +35,8 @@ class Survey:
     chain: Chain
     homes: Mapping[str, int]
     """Parameters and buffers in no called block, each with the call before which it is first used."""
+    unused: tuple[str, ...] = ()
+    """Those of them that the model's own code does not use either, such as weights of the loss; at the last call."""
     apart: tuple[Barrier, ...] = ()
     """Additional barriers if the batch, and every buffer, is on one device only."""
     outputs: tuple[Any, ...] = ()
@@ -262,6 +264,7 @@ class _Watch(TorchFunctionMode):
         return Survey(
             chain=Chain(model=type(model).__name__, calls=tuple(seen.calls), barriers=tuple(barriers)),
             homes=homes,
+            unused=tuple(name for key, name in self._names.items() if name in homes and not self._uses[key]),
             apart=tuple(seen.apart.values()),
             outputs=tuple(seen.outputs),
             saved_bytes=tuple(seen.saved_bytes),

@@ -20,11 +20,12 @@ from dure.strategies.contract.batches import map_tensors
 from dure.strategies.contract.declarations import few
 from dure.strategies.contract.step_facts import checked_loss
 from dure.strategies.contract.strategy import Strategy
-from dure.strategies.sections.absent_tensors import hollow
+from dure.strategies.sections.absent_tensors import UsedTensors, hollow
+from dure.strategies.sections.cuts import find_blocks
 from dure.strategies.sections.plan import CURE, SectionPlan, first_batch
 from dure.strategies.sections.sectioned_model import SectionedModel
 from dure.strategies.sections.stand_in import call_of, called_again, stand_in
-from dure.strategies.sections.trace import Survey
+from dure.strategies.sections.trace import Survey, switched, tensors_of
 from dure.strategies.sections.values import describe
 from dure.strategies.state.objects.object_state import ObjectState
 from dure.strategies.state.trial import Trial
@@ -85,19 +86,71 @@ def _rehearse_now(
             f"{where} cannot be computed ({reason}): each section has its own weights, and the loss has the model's "
             f"output alone, without derivatives through it; cut elsewhere with the option cuts, or use {CURE}"
         )
-    for name, _ in model.named_parameters():
-        if not _are_close(whole.gradients.get(name), parts.gradients.get(name)):
-            return (
-                f"{where} gives another gradient of {name} than the whole model: the loss uses it itself, or something "
-                "goes from section to section by another way than what blocks return (torch.utils.checkpoint with "
-                f"use_reentrant=True around a block, or a value that a block keeps); cut elsewhere with the option "
-                f"cuts, or use {CURE}"
-            )
-    if not _are_close(torch.tensor(whole.loss), torch.tensor(parts.loss)):
+    is_other_loss = not _are_close(torch.tensor(whole.loss), torch.tensor(parts.loss))
+    other = [n for n, _ in model.named_parameters() if not _are_close(whole.gradients.get(n), parts.gradients.get(n))]
+    if not other and not is_other_loss:
+        return None
+    if rehearsal.hidden is not None:
+        return rehearsal.hidden
+    if (cause := _cause(strategy, model, plan, whole, loss_section)) is not None:
+        return f"{where} {cause}, or use {CURE}"
+    if other:
         return (
-            f"{where} gives a loss of {parts.loss:.6g} where the whole model gives {whole.loss:.6g}: the loss uses "
-            f"weights of another section, or values that a block keeps; cut elsewhere with the option cuts, "
-            f"or use {CURE}"
+            f"{where} gives another gradient of {other[0]} than the whole model: something goes from section to "
+            "section by another way than what blocks return (torch.utils.checkpoint with use_reentrant=True around a "
+            f"block, or a value that a block keeps); cut elsewhere with the option cuts, or use {CURE}"
+        )
+    return (
+        f"{where} gives a loss of {parts.loss:.6g} where the whole model gives {whole.loss:.6g}: the loss uses "
+        f"values that a block keeps; cut elsewhere with the option cuts, or use {CURE}"
+    )
+
+
+def _cause(strategy: Strategy, model: nn.Module, plan: SectionPlan, whole: _Outcome, loss_section: int) -> str | None:
+    """Return why sections differ from the whole model, with a remedy, if a further call of the loss shows it."""
+    batch = first_batch(strategy, model)
+    device = next(model.parameters()).device
+    used = UsedTensors(dict(model.named_parameters()))
+    num_calls, draws = 0, False
+
+    def answer(*args: Any, **kwargs: Any) -> Any:
+        after_block = GeneratorStates.now(device)
+
+        def switch(name: str, call: Callable[..., Any]) -> Callable[..., Any]:
+            def watched(*args: Any, **kwargs: Any) -> Any:
+                nonlocal after_block, num_calls, draws
+                # what the model's own code draws before that, later sections draw again
+                is_repeated = num_calls < plan.begins[-1]
+                draws |= is_repeated and not GeneratorStates.now(device).is_same_as(after_block)
+                num_calls += 1
+                result = call(*args, **kwargs)
+                after_block = GeneratorStates.now(device)
+                return result
+
+            return watched
+
+        with used.paused(), switched(find_blocks(model), switch):
+            return model(*args, **kwargs)
+
+    trial = Trial(model, strategy.objects, seed=0, watches_writes=False)
+    with trial, used, torch.enable_grad(), strategy.precision.autocast():
+        result = strategy.loss(stand_in(model, answer), batch)
+        again = float(checked_loss(result.total if isinstance(result, Sum) else result).detach())
+    owners = plan.owners(model)
+    if absent := [name for name in owners if name in used.names and owners[name] != loss_section]:
+        return (
+            f"separates the task's loss from {few(absent)}, which the loss uses itself: let the model return what is "
+            "needed of them"
+        )
+    if not _are_close(torch.tensor(whole.loss), torch.tensor(again)):
+        return (
+            "cannot be compared with the whole model, because the task's loss is another one at each call on the same "
+            "samples: let it depend on nothing that dure cannot put back (an iterator, say)"
+        )
+    if draws:
+        return (
+            "draws other random numbers than the whole model, whose own code draws between its blocks, which each "
+            "section does again: draw them in the task's loss and hand them to the model"
         )
     return None
 
@@ -122,6 +175,8 @@ class _Rehearsal:
         section.
         """
         self._gradients: dict[str, Tensor] = {}
+        self.hidden: str | None = None
+        """Message about an output of the model whose gradients come back to no other rank."""
 
     def whole(self) -> _Outcome:
         """Return the loss and the gradients of the whole model."""
@@ -189,6 +244,7 @@ class _Rehearsal:
                 run = functools.partial(self._run, number, args, kwargs, received)
                 with self._only(number):  # other ranks have none of the contexts that the task enters around the call
                     received = self._handed_on(_in_new_thread(run) if number else run())
+            self._look_into(received)
             if own is not None:
                 own.put_back()  # changes of the task by blocks of other ranks, and their hooks, stay on those ranks
             after_call[:] = [state.changed()]
@@ -246,6 +302,15 @@ class _Rehearsal:
 
         self._chains[-1].append(pairs)
         return map_tensors(value, as_leaf)
+
+    def _look_into(self, output: Any) -> None:
+        """Note that gradients of the model's output go through objects that are not containers."""
+        known = {id(leaf) for _, leaf in self._chains[-1][-1]}
+        if any(tensor.requires_grad and id(tensor) not in known for tensor in tensors_of(output)):
+            try:
+                describe(output, type(self._model).__name__)
+            except TaskInvalid as error:
+                self.hidden = str(error)
 
     @contextmanager
     def _only(self, section: int) -> Iterator[None]:

@@ -12,7 +12,7 @@ from dataclasses import replace
 from dure.data.randomness import GeneratorStates
 from dure.errors import DataInvalid
 from dure.strategies.state.objects.object_state import ObjectState
-from dure.training.inspection.loss_inspection import tolerance_of
+from dure.training.inspection.additivity import tolerance_of
 from dure.training.rehearsal import few_losses
 from dure.training.session.session import Session
 from dure.training.session.task_inspection import inspection_of

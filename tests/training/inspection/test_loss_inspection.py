@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn import functional
 
 import dure
-from dure.training.inspection import constant_draws, loss_inspection
+from dure.training.inspection import additivity, constant_draws, loss_inspection
 from dure.training.inspection.loss_inspection import LossInspection
 
 X = torch.randn(8, 4, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
@@ -46,6 +46,12 @@ class Task:
 
 def plain(model, x, task):
     return model(x).square().mean()
+
+
+def stop_clock(monkeypatch):
+    """Let no inspection run out of time, however busy the machine is."""
+    for module in (additivity, loss_inspection):
+        monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: 0.0))
 
 
 def traits_of(loss=plain, layer=None, task=None, x=X, fetch=None, **options):
@@ -215,15 +221,13 @@ RARE[150, 0] = 0
 
 @pytest.mark.parametrize("layer", [None, nn.BatchNorm1d(4), Learning()])
 def test_mean_that_leaves_out_one_sample_of_a_few_hundred_is_found(layer, monkeypatch):
-    monkeypatch.setattr(
-        loss_inspection, "time", SimpleNamespace(monotonic=lambda: 0.0)
-    )  # or a busy machine takes fewer
+    stop_clock(monkeypatch)  # or a busy machine takes fewer
     assert "for 64 samples at once" in traits_of(of_nonzero, layer, x=RARE).not_additive
     assert traits_of(of_nonzero, layer, x=MANY).not_additive is None
 
 
 def test_more_samples_are_compared_only_as_far_as_batches_are_divided_and_there_is_memory(monkeypatch):
-    monkeypatch.setattr(loss_inspection, "time", SimpleNamespace(monotonic=lambda: 0.0))  # however busy the machine is
+    stop_clock(monkeypatch)  # however busy the machine is
     assert "for 4 samples at once" in traits_of(of_nonzero, x=RARE, most_at_once=4).not_additive
     assert traits_of(of_nonzero, x=RARE, most_at_once=1).not_additive is None
     assert traits_of(of_nonzero, x=RARE, is_divided=False).not_additive is None
@@ -238,7 +242,7 @@ def test_loss_that_changes_from_call_to_call_is_not_taken_for_one_that_leaves_sa
 
 
 def test_part_in_which_nothing_is_counted_is_found(monkeypatch):
-    monkeypatch.setattr(loss_inspection, "time", SimpleNamespace(monotonic=lambda: 0.0))  # as above
+    stop_clock(monkeypatch)  # as above
     x = X.clone()
     x[0] = 0
     assert "nan for the same samples" in traits_of(of_nonzero, x=x).not_additive
@@ -287,7 +291,7 @@ class Balancing(nn.Module):
 
 
 def test_buffer_that_moves_alike_on_large_groups_of_samples_follows_them_too(monkeypatch):
-    monkeypatch.setattr(loss_inspection, "time", SimpleNamespace(monotonic=lambda: 0.0))  # as above
+    stop_clock(monkeypatch)  # as above
     x = X.clone()
     x[:, 0] = torch.tensor([1.0, 1.0, -1.0, 1.0, 1.0, 1.0, 1.0, 1.0])
     traits = traits_of(layer=Balancing(), x=x)

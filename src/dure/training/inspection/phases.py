@@ -18,7 +18,8 @@ from dure.strategies.state.objects.object_state import ObjectState
 from dure.strategies.state.tensor_shard import version_of
 from dure.strategies.state.trial import Trial, is_equal
 from dure.training.inspection.collectives import CollectiveCalled, no_collectives
-from dure.training.inspection.loss_inspection import LossInspection, silent
+from dure.training.inspection.loss_calls import silent
+from dure.training.inspection.loss_inspection import LossInspection
 
 _NUM_POSITIONS = 33
 """Number of positions at which a schedule is called, evenly spaced over the run."""
@@ -61,7 +62,7 @@ class Phases:
             num_samples: Number of available samples, at least 1.
             known: Traits in the state before training.
         """
-        places = self._new_states(watches_writes=inspection.watches_writes)
+        places = self._new_states(watches_writes=inspection.calls.watches_writes)
         if not places:
             return known
         started = time.monotonic()
@@ -73,7 +74,7 @@ class Phases:
         deadline = time.monotonic() + _SECONDS
         chosen = {places[i] for i in _spread(len(places), max(1, int(_SECONDS / max(seconds_each, 1e-9))))}
         num_inspected = 0
-        with contextlib.closing(self._states(chosen, watches_writes=inspection.watches_writes)) as states:
+        with contextlib.closing(self._states(chosen, watches_writes=inspection.calls.watches_writes)) as states:
             for seen in states:
                 if time.monotonic() > deadline:
                     break

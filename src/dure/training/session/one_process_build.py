@@ -13,7 +13,7 @@ from dure.strategies.state.objects.namespaces import ATOMS
 from dure.strategies.state.trial import is_equal
 from dure.torchcompat import as_one_process
 from dure.training.inspection.collectives import CollectiveCalled, no_collectives
-from dure.training.inspection.loss_inspection import silent
+from dure.training.inspection.loss_calls import silent
 from dure.training.seeds import seed_everything
 from dure.training.session.loader import SampleFetch
 from dure.training.task.given_task import make_task

@@ -20,7 +20,8 @@ from dure.strategies.state.optimizer import difference_of_settings, plain_settin
 from dure.strategies.state.trial import Trial, is_equal
 from dure.training.inspection.collectives import CollectiveCalled, no_collectives
 from dure.training.inspection.first_loss import FirstLoss, difference_of_ranks, difference_of_worlds
-from dure.training.inspection.loss_inspection import LossInspection, perturb, silent
+from dure.training.inspection.loss_calls import perturb, silent
+from dure.training.inspection.loss_inspection import LossInspection
 from dure.training.inspection.phases import Phases, positions_of
 from dure.training.session.loader import FetchRequest, Loader
 from dure.training.session.one_process_build import OneProcessBuild

@@ -1,0 +1,281 @@
+"""Comparison of a loss for a group of samples with its parts: whether they add up, in value and in gradients."""
+
+import copy
+import math
+import time
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import nn
+
+from dure.records.sums import exact_sum
+from dure.strategies.state.trial import Trial
+from dure.training.inspection.constant_draws import ConstantDraws, TooManyDraws
+from dure.training.inspection.loss_calls import NUM_SAMPLES, LossCalls, Tried, Value, silent
+from dure.training.inspection.model_outputs import OutputsAsLoss
+
+_PART_ENDS = (1 / 8, 1 / 2, 1)
+"""Ends of the parts into which a group of samples is divided, as fractions."""
+WIDE_SAMPLES = 256
+"""Number of later samples on which only losses are compared, for rare cases: a mask that omits one in a hundred."""
+WIDE_GROUP = 64
+"""Maximum number of these samples at once."""
+_WIDE_SECONDS = 1.0
+"""Seconds within which their comparisons must begin."""
+_LATE_SECONDS = 0.1
+"""Seconds within which comparisons of further samples must begin, each time losses are compared during the run."""
+_TOLERANCES = {torch.float64: 1e-9, torch.complex128: 1e-9, torch.float32: 1e-4, torch.complex64: 1e-4}
+"""Relative rounding of a loss in parts, by its dtype; half precision and autocast round more."""
+_OTHER_TOLERANCE = 5e-2
+_ROUNDED = 1e3
+"""Size below which a gradient counts as rounding, in units of the eps of its dtype times the largest gradient norm."""
+
+
+class Additivity:
+    """Comparisons of a loss with the losses of parts of its samples."""
+
+    def __init__(
+        self,
+        calls: LossCalls,
+        *,
+        is_exact: bool,
+        is_divided: bool,
+        most_at_once: int,
+        has_random_batches: Callable[[], bool],
+    ) -> None:
+        """Prepare the comparisons.
+
+        Args:
+            calls: Calls of the loss.
+            is_exact: Whether forward passes are in full precision.
+            is_divided: Whether the loss will see batches in parts; only then are many samples compared.
+            most_at_once: Number of samples per call in training, for which there is memory.
+            has_random_batches: Returns whether random numbers were drawn for a batch, besides those of its samples.
+        """
+        self._calls = calls
+        self._is_exact = is_exact
+        self._is_divided = is_divided
+        self._most_at_once = most_at_once
+        self._has_random_batches = has_random_batches
+        self.quantiles: tuple[float, ...] = ()
+        """Quantiles of the constants with which a loss that draws is compared; empty if a call takes too long."""
+
+    def difference_of(self, places: range) -> str | None:
+        """Return the figures of a loss whose parts do not add up, in value or gradients, or None.
+
+        Args:
+            places: Samples of the whole.
+        """
+        whole, *parts = (self._calls.tried(part, as_in_training=False) for part in (places, *_parts_of(places)))
+        if any(one.trial.has_drawn for one in (whole, *parts)) or self._has_random_batches():
+            return self._difference_of_constants(places)
+        difference = self._difference(whole.value, [part.value for part in parts])
+        return difference or self._difference_of_gradients(whole, parts)
+
+    def _difference_of_constants(self, places: range) -> str | None:
+        """Return the figures of a loss whose parts do not add up even with constant draws, or None."""
+        for quantile in self.quantiles:
+            if (tried := self._tried_with_constants(places, quantile)) is None:
+                continue
+            whole, *parts = tried
+            if any(one.trial.has_drawn for one in (whole, *parts)):
+                return None  # by other means than torch's, so that the loss differs each time
+            difference = self._difference(whole.value, [part.value for part in parts])
+            if difference := difference or self._difference_of_gradients(whole, parts):
+                return f"{difference} (with constants for its random numbers)"
+        return None
+
+    def _tried_with_constants(self, places: range, quantile: float) -> list[Tried] | None:
+        """Try the loss of samples, and of their parts; return None if it fails, because it expects random numbers."""
+        try:
+            return [
+                self._calls.tried(part, as_in_training=False, draws=ConstantDraws(quantile))
+                for part in (places, *_parts_of(places))
+            ]
+        except (Exception, TooManyDraws):
+            return None
+
+    def is_model_additive(self, num_samples: int, size: int) -> bool:
+        """Return whether the model's outputs for the first samples, and for the last, depend on no other samples.
+
+        Args:
+            num_samples: Number of available samples.
+            size: Number of samples of each of the two batches.
+        """
+        outputs = copy.copy(self)
+        outputs._calls = copy.copy(self._calls)
+        outputs._calls.loss = OutputsAsLoss(self._calls.loss)
+        ends = range(size), range(num_samples - size, num_samples)
+        try:
+            return all(outputs.difference_of(places) is None for places in ends)
+        except Exception:
+            return False
+
+    def difference_of_many(
+        self, begin: int, end: int, seconds_each: float, started: float | None = None
+    ) -> tuple[str | None, int]:
+        """Compare the loss of more samples with those of their parts, without gradients, while time remains.
+
+        Args:
+            begin: Place of the first sample.
+            end: Place after the last sample.
+            seconds_each: Maximum seconds per sample.
+            started: Time from which the seconds are counted; None for now.
+
+        Returns:
+            The same as `late_difference`.
+        """
+        started = time.monotonic() if started is None else started
+        affordable = int(_WIDE_SECONDS / (3 * max(seconds_each, 1e-9)))
+        size = min(WIDE_GROUP, self._most_at_once, affordable)
+        if not self._is_divided or size < 2 or self._has_random_batches():
+            return None, begin
+        at, doubtful = begin, range(0)
+        try:
+            with silent(), Trial(self._calls.model, self._calls.objects, seed=2, keeps_gradients=False):
+                self._calls.set_modes(as_in_training=False)
+                while at < end - 1 and not doubtful:
+                    most_seconds = _WIDE_SECONDS if at < begin + WIDE_SAMPLES else _LATE_SECONDS
+                    if time.monotonic() - started > most_seconds:
+                        break
+                    places = range(at, min(at + size, end))
+                    at = places.stop
+                    whole, *parts, again = [self._calls.value(part) for part in (places, *_parts_of(places), places)]
+                    if self.is_other(whole, again):
+                        break  # it draws, or depends on its own state, both of which are detected elsewhere
+                    if self._difference(whole, parts):
+                        doubtful = places
+            if doubtful:
+                # again, each call from the same state: a counter of calls may have reached another phase in between
+                whole, *parts = map(self._calls.value_apart, (doubtful, *_parts_of(doubtful)))
+                return self._difference(whole, parts), at
+        except Exception:
+            return None, at  # training will raise it, or there is not enough memory
+        return None, at
+
+    def late_difference(self, begin: int, num_samples: int) -> tuple[str | None, int]:
+        """Compare the losses of samples with those of their parts, and gradients of the first of them, during the run.
+
+        Args:
+            begin: Place of the first sample.
+            num_samples: Number of available samples.
+
+        Returns:
+            Figures of a difference, or None, and the place after the last sample inspected.
+        """
+        started = time.monotonic()
+        if figures := self._late_gradients(begin, num_samples):
+            return figures, begin
+        return self.difference_of_many(begin, num_samples, 0.0, started)
+
+    def _late_gradients(self, begin: int, num_samples: int) -> str | None:
+        """Return the figures of a loss whose gradients, or values, do not add up over parts of a few samples, or None.
+
+        Gradients of all samples and of one part are in memory at a time.
+        """
+        places = range(begin, min(begin + min(NUM_SAMPLES, self._most_at_once), num_samples))
+        if not self._is_divided or len(places) < 2 or self._has_random_batches():
+            return None
+        try:
+            whole, left = self._calls.differentiated(places)
+            largest = max((float(gradient.norm()) for gradient in left.values()), default=0.0)
+            scales = {name: float(gradient.norm()) for name, gradient in left.items()}
+            values = []
+            for part in _parts_of(places):
+                value, gradients = self._calls.differentiated(part)
+                values.append(value)
+                for name in left.keys() & gradients.keys():
+                    scales[name] += float(gradients[name].norm())
+                    left[name] -= gradients.pop(name)
+        except Exception:
+            return None  # it draws, training will raise it, or there is not enough memory
+        if figures := self._difference(whole, values):
+            return figures
+        tolerance = 10 * self.tolerance(whole.dtype)
+        for name, gradient in left.items():
+            figures = _figures_of_gradient(
+                name, float(gradient.norm()), scales[name], largest, gradient.dtype, tolerance, len(values)
+            )
+            if figures is not None:
+                return figures
+        return None
+
+    def _difference(self, whole: Value, parts: Sequence[Value]) -> str | None:
+        """Return the figures of a loss that differs from that of its parts, or None."""
+        if not (math.isfinite(whole.total) and math.isfinite(whole.items) and whole.items):
+            return None
+        total, count = exact_sum(part.total for part in parts), exact_sum(part.items for part in parts)
+        tolerance = self.tolerance(whole.dtype)
+        scale = exact_sum(abs(part.total) for part in parts)
+        if abs(whole.total - total) <= tolerance * scale and abs(whole.items - count) <= tolerance * abs(count):
+            return None
+        return (
+            f"it is {whole.total / whole.items:.6g} for {whole.num_samples} samples at once, and "
+            f"{total / count if count else math.nan:.6g} for the same samples in {len(parts)} parts"
+        )
+
+    def _difference_of_gradients(self, whole: Tried, parts: Sequence[Tried]) -> str | None:
+        """Return the figures of gradients that do not add up although the losses do, or None."""
+        tolerance = 10 * self.tolerance(whole.value.dtype)  # a gradient is rounded more often than the loss
+        largest = max((float(gradient.norm()) for gradient in whole.gradients.values()), default=0.0)
+        for name, gradient in whole.gradients.items():
+            others = [part.gradients[name] for part in parts if name in part.gradients]
+            scale = float(gradient.norm()) + sum(float(other.norm()) for other in others)
+            difference = float((gradient - sum(others)).norm()) if others else float(gradient.norm())
+            figures = _figures_of_gradient(name, difference, scale, largest, gradient.dtype, tolerance, len(parts))
+            if figures is not None:
+                return figures
+        return None
+
+    def tolerance(self, dtype: torch.dtype) -> float:
+        """Return the relative rounding of a loss of a dtype."""
+        rounding = _TOLERANCES.get(dtype, _OTHER_TOLERANCE) if self._is_exact else _OTHER_TOLERANCE
+        return max(rounding, tolerance_of(self._calls.model, is_exact=self._is_exact))
+
+    def is_other(self, one: Value, other: Value) -> bool:
+        """Return whether two losses, both finite, differ by more than rounding."""
+        is_close = math.isclose(one.total, other.total, rel_tol=self.tolerance(one.dtype))
+        return not is_close and math.isfinite(one.total + other.total)
+
+
+def _parts_of(places: range) -> list[range]:
+    """Split a group of samples into three unequal parts, or fewer if it is small."""
+    ends = [places.start + max(1, round(len(places) * share)) for share in _PART_ENDS]
+    starts = [places.start, *ends[:-1]]
+    return [range(start, end) for start, end in zip(starts, ends, strict=True) if start < end]
+
+
+def _figures_of_gradient(
+    name: str, difference: float, scale: float, largest: float, dtype: torch.dtype, tolerance: float, num_parts: int
+) -> str | None:
+    """Return the figures of a parameter's gradients that do not add up over parts, or None.
+
+    Args:
+        name: Name of the parameter.
+        difference: Norm of the difference between the gradient for all samples at once and the sum over parts.
+        scale: Sum of the norms of all these gradients.
+        largest: Largest norm of a gradient for all samples at once.
+        dtype: Data type of the gradient.
+        tolerance: Relative difference that counts as rounding.
+        num_parts: Number of parts.
+    """
+    if scale < _ROUNDED * torch.finfo(dtype).eps * largest:
+        return None  # it is zero: a layer before a softmax, or before a norm that subtracts its mean
+    if not (math.isfinite(difference) and difference > tolerance * scale):
+        return None
+    return (
+        f"the gradient of {name} for all samples at once differs by {difference / scale:.2g} of its size "
+        f"from the sum over {num_parts} parts"
+    )
+
+
+def tolerance_of(model: nn.Module, *, is_exact: bool) -> float:
+    """Return the relative rounding of a loss, which is that of the least precise numbers it is computed from.
+
+    Args:
+        model: Model with the numbers.
+        is_exact: Whether forward passes are in full precision.
+    """
+    numbers = {p.dtype for p in model.parameters() if p.is_floating_point() or p.is_complex()}
+    found = max((_TOLERANCES.get(dtype, _OTHER_TOLERANCE) for dtype in numbers), default=0.0)
+    return found if is_exact else _OTHER_TOLERANCE

@@ -107,6 +107,8 @@ class LateInspection:
 
     def _difference_in_evaluation(self) -> str | None:
         session, strategy = self._session, self._session.strategy
+        if session.eval_loader is None and strategy.rules.divides_model:
+            return None  # whether every rank can compute the loss by itself was not tried before training
         # training data, if the loss accepts them in an evaluation, because it may treat the two differently
         loader, num_samples = session.eval_loader, session.eval_samples
         if strategy.traits.is_evaluable:

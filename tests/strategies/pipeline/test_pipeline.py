@@ -386,6 +386,21 @@ class ReadingOfLast(Regression):
         return super().loss(model, batch) + 1e-3 * model[-1].weight.square().sum()
 
 
+class NotEvaluated(ReadingOfLast):
+    """Is never evaluated, so that no other rank needs these weights."""
+
+    def eval_data(self):
+        return None
+
+
+def test_weights_of_the_last_stage_when_only_training_reads_them_then_equal_one_process(tmp_path):
+    task = NotEvaluated(layered=True)
+    one, run = (
+        train_case(tmp_path, task, name, num_ranks, **STEPS) for name, num_ranks in [("single", 1), ("pipeline", 2)]
+    )
+    assert largest_difference(weights_of(one), weights_of(run)) < TO_ROUNDING
+
+
 @pytest.mark.parametrize(
     ("task", "said", "exit_code"),
     [

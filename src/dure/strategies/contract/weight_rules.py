@@ -26,6 +26,8 @@ class WeightRules:
     """True if it keeps the memory of the parameters that it was given, so that other memory assigned to them would be
     lost.
     """
+    divides_model: bool = False
+    """True if a rank has only some of the parameters, and code of the task that reads others fails there."""
     divides_gradients: bool = False
     """True if a rank has only a part of the gradients, or none, when the optimiser steps."""
     divides_state: bool = False

@@ -96,6 +96,7 @@ class Pipeline(SectionedStrategy):
         follows_groups=False,
         freezing="refused",
         undoes_writes=True,
+        divides_model=True,
         divides_gradients=True,
         divides_state=True,
     )

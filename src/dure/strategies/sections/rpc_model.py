@@ -52,7 +52,12 @@ class RpcModel(SectionedStrategy):
     options: SectionOptions
 
     rules = WeightRules(
-        follows_groups=False, freezing="refused", undoes_writes=True, divides_gradients=True, divides_state=True
+        follows_groups=False,
+        freezing="refused",
+        undoes_writes=True,
+        divides_model=True,
+        divides_gradients=True,
+        divides_state=True,
     )
 
     def __init__(self, context: StrategyContext) -> None:

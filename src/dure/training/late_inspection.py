@@ -60,7 +60,7 @@ class LateInspection:
             and strategy.drawing.has_drawn_since(self._generators)
         ):
             self._generators = None
-            traits = replace(traits, draws=True)
+            traits = replace(traits, draws=True, model_draws=True)
             texts += [self._session.reseeding_note] if self._session.reseeding_note else []
         self._num_calls += 1
         if self._is_due(is_last=is_last) and self._is_comparable() and (figures := self._difference()):

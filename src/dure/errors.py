@@ -170,3 +170,11 @@ class Interrupted(DureError):
     def __init__(self, message: str, exit_code: int) -> None:
         self.exit_code = exit_code
         super().__init__(message)
+
+
+def message_of(error: BaseException) -> str:
+    """Return an exception's message; a substitute, as Python's own tracebacks have it, if its `__str__` fails."""
+    try:
+        return str(error)
+    except Exception:
+        return "<exception str() failed>"

@@ -37,7 +37,7 @@ from torch import Generator, Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from dure.errors import EnvironmentLacks
+from dure.errors import EnvironmentLacks, message_of
 
 # -- imports that torch delays -----------------------------------------------------------------------------------
 
@@ -1120,7 +1120,7 @@ _SIGNS_OF_ANOTHER_TORCH = re.compile(
 
 def library_for_another_torch(error: BaseException) -> str | None:
     """Return a sentence about a library that is incompatible with this torch, if that caused the error, or None."""
-    if not _SIGNS_OF_ANOTHER_TORCH.search(str(error)):
+    if not _SIGNS_OF_ANOTHER_TORCH.search(message_of(error)):
         return None
     files = [frame.filename for frame in traceback.extract_tb(error.__traceback__)]
     inside = [re.split(r"[/.]", file.rpartition("site-packages/")[2])[0] for file in files if "site-packages/" in file]

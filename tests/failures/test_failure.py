@@ -3,13 +3,15 @@
 import errno
 import json
 import runpy
+import socket
+import subprocess
 
 import numpy as np
 import pytest
 import torch
 from torch.utils.data import default_collate
 
-from dure.errors import DiskFull, LossNotFinite
+from dure.errors import DiskFull, LossNotFinite, PeerLost
 from dure.failures.record import CodeLine, FailureRecord, failure_from_json, failure_to_json
 from dure.failures.report import describe_failure
 from dure.launch.worker import worker_process
@@ -191,3 +193,55 @@ def test_failure_when_the_loss_is_not_finite_then_its_message_stands_alone():
     failure = caught(lambda: _raise(LossNotFinite("the loss is nan at step 5")))
     assert failure.is_ours
     assert failure.user_traceback is None
+
+
+class Unprintable(Exception):
+    def __init__(self, fault):
+        super().__init__("x")
+        self.fault = fault
+
+    def __str__(self):
+        return self.fault()
+
+
+@pytest.mark.parametrize("fault", [lambda: 1 / 0, lambda: 7], ids=["raises", "is no text"])
+def test_failure_when_its_message_cannot_be_made_then_its_type_and_line_are_there(fault):
+    def raise_it():
+        raise Unprintable(fault)
+
+    failure = caught(raise_it)
+    assert (failure.type, failure.message) == ("Unprintable", "<exception str() failed>")
+    assert failure.user_line.function == "raise_it"
+    assert "Unprintable: <exception str() failed>" in failure.traceback
+
+
+def refused():
+    socket.create_connection(("127.0.0.1", 1))
+
+
+def closed():
+    process = subprocess.Popen(["true"], stdin=subprocess.PIPE, bufsize=0)
+    process.wait()
+    with process.stdin as pipe:
+        pipe.write(b"x")
+
+
+def late_service():
+    if True: raise RuntimeError("timed out waiting for the annotation service")  # fmt: skip  # noqa: E701
+
+
+@pytest.mark.parametrize("service", [refused, closed, late_service])
+def test_failure_when_a_service_of_the_task_is_gone_then_it_is_no_consequence(service):
+    failure = caught(service)
+    assert not failure.is_consequence
+    assert failure.user_line.function == service.__name__
+
+
+def test_failure_when_an_error_was_raised_from_a_lost_peers_then_it_is_a_consequence():
+    def step():
+        try:
+            raise PeerLost("rank 1 went away")
+        except PeerLost as error:
+            raise RuntimeError("the step failed") from error
+
+    assert caught(step).is_consequence

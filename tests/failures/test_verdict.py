@@ -26,6 +26,7 @@ def end(
 
 
 LOST = {"is_consequence": True, "message": "Connection closed by peer", "origin": "library"}
+LATE = {**LOST, "message": "Timed out waiting 1800000ms for recv operation to complete"}
 KILLED = -signal.SIGKILL
 
 CAUSES = {
@@ -42,7 +43,11 @@ CAUSES = {
         [end(0, 1, 9.0, message="bad"), end(1, KILLED, 2.0, is_tolerated=True)],
         "rank 0 failed",
     ),
-    "a rank that hung": ([end(0, 1, 1.0, **LOST), end(1, KILLED, 2.0, was_stopped=True)], "rank 1 did not answer"),
+    "a rank that hung": ([end(0, 1, 1.0, **LATE), end(1, KILLED, 2.0, was_stopped=True)], "rank 1 did not answer"),
+    "not a rank for which the other did not wait": (
+        [end(0, 1, 1.0, **LOST), end(1, KILLED, 2.0, was_stopped=True)],
+        "rank 0 failed after step 4: ValueError: Connection closed by peer",
+    ),
 }
 
 

@@ -1,5 +1,7 @@
 """`dure` with its limits for hangs divided by five: what takes a script a minute takes a test some seconds."""
 
+import sys
+
 from dure.launch.hangs import watchdog
 from dure.launch.rounds import round as round_module
 
@@ -12,4 +14,4 @@ for name in ("LEAST_SECONDS", "UNKNOWN_SECONDS"):
 if __name__ == "__main__":
     from dure.cli import main
 
-    main()
+    sys.exit(main())

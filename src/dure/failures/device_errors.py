@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
+from dure.errors import message_of
 from dure.host.gpu_health import GpuHealth
 
 AskDriver = Callable[[int], GpuHealth]
@@ -200,7 +201,7 @@ def device_error(
         means = "; ".join([means, *(_health_text(gpu, health) for gpu, health in ill.items())])
     elif are_well and kind.of == EITHER:
         means += f"; the driver finds nothing wrong with {_named(used)}"
-    plain_text = _without_advice(str(error))
+    plain_text = _without_advice(message_of(error))
     first, *rest = plain_text.split("\n", 1)
     return DeviceError(
         message="\n".join([f"{first} ({means})", *rest]),
@@ -216,7 +217,7 @@ def device_error(
 def _kind(error: BaseException) -> _Kind | None:
     if not isinstance(error, RuntimeError):
         return None
-    text = str(error)
+    text = message_of(error)
     match = _SAYS_ERROR.search(text)
     if match is not None:
         number = getattr(error, "error_code", None) or match["of_nccl"] or match["of_torch"]

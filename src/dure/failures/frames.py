@@ -1,5 +1,6 @@
 """Frames of a traceback, and whether their files belong to the user's code or a library."""
 
+import linecache
 import os
 import sys
 import sysconfig
@@ -59,6 +60,12 @@ def users_first(files: list[str]) -> list[int]:
     """
     foreign = [index for index, file in enumerate(files) if is_foreign(file)]
     return [index for index in foreign if "site-packages" not in files[index]] or foreign
+
+
+def is_raise(frame: traceback.FrameSummary) -> bool:
+    """Return whether a frame of a traceback is at a `raise` statement, and not at a call of native code that raised."""
+    line = linecache.getline(frame.filename, frame.lineno or 0)
+    return line.encode()[frame.colno or 0 :].lstrip().startswith(b"raise")
 
 
 def from_here(file: str) -> str:

@@ -14,9 +14,17 @@ from typing import Any, Literal
 
 import torch
 
-from dure.errors import DiskFull, DureError, Misuse, PeerLost, ReplicasDiverged, TaskInvalid
+from dure.errors import DiskFull, DureError, Misuse, PeerLost, ReplicasDiverged, TaskInvalid, message_of
 from dure.failures.device_errors import AskDriver, DeviceError, device_error
-from dure.failures.frames import OWN_ROOT, own_file, shown_name, traceback_in_user_code, users_first
+from dure.failures.frames import (
+    OWN_ROOT,
+    is_foreign,
+    is_raise,
+    own_file,
+    shown_name,
+    traceback_in_user_code,
+    users_first,
+)
 from dure.failures.record import CodeLine, Departure, FailureRecord, failure_to_json
 from dure.host.gpu_health import gpu_health
 from dure.process.context import DEPARTURE
@@ -87,7 +95,7 @@ def describe_failure(
     is_out_of_memory = not is_ours and _is_out_of_memory(error)
     is_lost_peer = is_peer_lost(error) and not _is_loader_lost(error)
     kind, message, advice = _worded(error)
-    has_other_cause = is_ours or is_lost_peer or is_out_of_memory or _LOADER_MARK in str(error)
+    has_other_cause = is_ours or is_lost_peer or is_out_of_memory or _LOADER_MARK in message_of(error)
     device = None if has_other_cause else device_error(error, gpus, ask_driver)
     if is_out_of_memory:
         message, advice = _out_of_memory_worded(error, message, microbatch_size)
@@ -171,12 +179,25 @@ def _write_report(report_fd: int | None, record: Mapping[str, Any]) -> None:
 
 
 def is_peer_lost(error: BaseException) -> bool:
-    """Return whether an exception only reports the loss of another rank."""
+    """Return whether an exception only reports the loss of another rank.
+
+    Other services have such messages too: what the task's code raises itself, or its own sockets, reports no rank.
+    """
     if isinstance(error, PeerLost):
         return True
-    if not isinstance(error, RuntimeError | ConnectionError):
-        return False
-    return any(words in str(error).lower() for words in _PEER_LOST_WORDS)
+    if error.__cause__ is not None and is_peer_lost(error.__cause__):
+        return True
+    if isinstance(error, ConnectionError):
+        is_of_ranks = _user_line(error) is None
+    else:
+        is_of_ranks = isinstance(error, RuntimeError) and not _is_raised_by_user(error)
+    return is_of_ranks and any(words in message_of(error).lower() for words in _PEER_LOST_WORDS)
+
+
+def _is_raised_by_user(error: BaseException) -> bool:
+    """Return whether a line of the task, or of a library other than torch, raised an exception by its own statement."""
+    frames = traceback.extract_tb(error.__traceback__)
+    return bool(frames) and is_foreign(frames[-1].filename) and is_raise(frames[-1])
 
 
 def report_undisturbed(report: Callable[[], int]) -> int:
@@ -215,7 +236,7 @@ def _is_in_dure(error: BaseException) -> bool:
 
 def _worded(error: BaseException) -> tuple[str, str, str | None]:
     """Return the exception's type, its message, and a cure if one is known."""
-    kind, message = type(error).__name__, str(error)
+    kind, message = type(error).__name__, message_of(error)
     if isinstance(error, SystemExit):
         return kind, f"the task's code called sys.exit({error.code!r})", "raise an exception instead"
     if _is_loader_lost(error):
@@ -236,7 +257,7 @@ def _is_in_evaluation(error: BaseException) -> bool:
 def _is_out_of_memory(error: BaseException) -> bool:
     if isinstance(error, MemoryError | torch.OutOfMemoryError):
         return True
-    return isinstance(error, RuntimeError) and any(words in str(error) for words in _OUT_OF_MEMORY)
+    return isinstance(error, RuntimeError) and any(words in message_of(error) for words in _OUT_OF_MEMORY)
 
 
 def _out_of_memory_worded(error: BaseException, message: str, microbatch_size: int | None) -> tuple[str, str]:
@@ -255,7 +276,7 @@ def _out_of_memory_worded(error: BaseException, message: str, microbatch_size: i
 def _is_loader_lost(error: BaseException) -> bool:
     """Return whether a loader process died: torch may notice it, or the rank cannot open a batch's memory."""
     if isinstance(error, RuntimeError):
-        return str(error).startswith("DataLoader worker (pid")
+        return message_of(error).startswith("DataLoader worker (pid")
     frames = traceback.extract_tb(error.__traceback__) if isinstance(error, OSError | EOFError) else []
     return any("torch/utils/data/dataloader.py" in frame.filename for frame in frames)
 
@@ -273,7 +294,7 @@ def _message_of_loader(message: str) -> str:
 
 def _user_line(error: BaseException) -> CodeLine | None:
     """Return the innermost line of the task's code in the exception's traceback; None if there is none."""
-    message = str(error)
+    message = message_of(error)
     if _LOADER_MARK in message:
         frames = [
             traceback.FrameSummary(m["file"], int(m["line"]), m["function"], line=m["text"])
@@ -303,13 +324,13 @@ def _origin(error: BaseException) -> Literal["library", "dure"]:
     frames = traceback.extract_tb(error.__traceback__)
     if not frames or not frames[-1].filename.startswith(OWN_ROOT):
         return "library" if frames else "dure"
-    is_native = isinstance(error, RuntimeError) and not (frames[-1].line or "").startswith("raise")
+    is_native = isinstance(error, RuntimeError) and not is_raise(frames[-1])
     return "library" if is_native else "dure"
 
 
 def _shown_traceback(error: BaseException, device: DeviceError | None, *, has_user_line: bool) -> str | None:
     """Return the traceback through the task's code; None if it is a single line."""
-    if not has_user_line or _LOADER_MARK in str(error) or isinstance(error, SystemExit):
+    if not has_user_line or _LOADER_MARK in message_of(error) or isinstance(error, SystemExit):
         return None
     shown = traceback_in_user_code(error)
-    return shown if device is None else shown.replace(str(error).strip(), device.plain_text)
+    return shown if device is None else shown.replace(message_of(error).strip(), device.plain_text)

@@ -1,5 +1,6 @@
 """Verdict on the end of ranks, from what they left behind: which failed first, where, and which only followed."""
 
+import re
 import signal
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -17,6 +18,8 @@ _TEXT_BY_SIGNAL: dict[int, str] = {
     signal.SIGBUS: "ended by a crash in native code (SIGBUS): often a full /dev/shm or a file that shrank",
 }
 
+_TIMEOUT = re.compile(r"timed? ?out|within [\d.e+]+ s", re.IGNORECASE)
+"""Text of errors of torch and dure about a rank that did not answer in time."""
 _KILLED_BY_SOMEBODY = (
     "killed (SIGKILL) by somebody: the kernel has ended nothing of this run for want of memory meanwhile"
 )
@@ -153,7 +156,9 @@ def stop_signal(ends: list[WorkerEnd]) -> int | None:
 def _unsaid_cause(ends: list[WorkerEnd], failed: list[WorkerEnd]) -> WorkerEnd | None:
     """Find the rank that the others lost, if they only report lost peers: one that exited with 0, or one that hung."""
     left = [end for end in ends if end.exit_code == 0]
-    hung = [end for end in failed if end.was_stopped and end.failure is None]
+    has_waited = any(end.failure is not None and _TIMEOUT.search(end.failure.message) for end in failed)
+    # without a timeout the others did not wait for it: it was ended because they failed
+    hung = [end for end in failed if end.was_stopped and end.failure is None and has_waited]
     return min(left, key=lambda end: end.time, default=None) or next(iter(hung), None)
 
 

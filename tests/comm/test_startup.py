@@ -71,6 +71,20 @@ def test_step_when_a_rank_fails_inside_then_the_others_say_so_at_once():
     assert time.monotonic() - start < SILENCE
 
 
+def test_step_when_a_rank_shows_no_sign_of_life_then_that_is_reported_before_the_timeout(monkeypatch):
+    monkeypatch.setattr(startup, "_MISSED_BEATS", 1)
+    reports = []
+
+    def work(rank, steps):
+        if rank != 2:  # as if it had been stopped
+            with steps.step("preparing the data"):
+                pass
+
+    on_threads(3, work, reports.append)
+    assert reports[-1].startswith("rank 2 is still preparing the data, for ")
+    assert reports[-1].endswith("s now, and rank 2 shows no sign of life (stopped, or in native code); the others wait")
+
+
 @pytest.mark.parametrize("dead", [0, 2])
 def test_step_when_a_rank_gives_no_sign_of_life_then_the_others_do_not_wait_for_ever(dead):
     def work(rank, steps):

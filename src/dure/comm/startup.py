@@ -6,7 +6,7 @@ therefore wait at the store, for as long as the others show signs of life.
 
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import Protocol
 
@@ -15,6 +15,8 @@ from dure.errors import PeerLost
 _FIRST_POLL_SECONDS, _LONGEST_POLL_SECONDS = 0.001, 0.25
 _BEAT_SECONDS = 1.0
 """Seconds between two signs of life, and between two checks of those of others."""
+_MISSED_BEATS = 5
+"""Signs of life that a rank may miss before that is reported; native code that holds Python's lock sends none."""
 FIRST_NOTICE_SECONDS = 10.0
 """Seconds after which a step is reported, and again whenever they have doubled."""
 
@@ -130,14 +132,15 @@ class _Step:
         self.beat()
         self._mark_done()
         late = [0] if self.rank else [rank for rank in range(self._world_size) if not self._is_done(rank)]
-        silent = [rank for rank in late if self._silent_seconds(rank) > self._timeout_seconds]
+        seconds = {rank: self._silent_seconds(rank) for rank in late}
+        silent = [rank for rank in late if seconds[rank] > self._timeout_seconds]
         if silent:
             self.fail(f"{_ranks(silent)} gave no sign of life for {self._timeout_seconds:g} s while {self._what}")
         if self._store.check([f"{self._prefix}/failure"]):
             raise PeerLost(self._store.get(f"{self._prefix}/failure").decode())
         if not late:
             self._store.set(f"{self._prefix}/all done", "")
-        notices.update(late)
+        notices.update(late, [rank for rank in late if seconds[rank] > _MISSED_BEATS * _BEAT_SECONDS])
 
     def _is_done(self, rank: int) -> bool:
         return bool(self._store.check([f"{self._prefix}/done/{rank}"]))
@@ -159,13 +162,22 @@ class _Notices:
         self._begun = time.monotonic()
         self._next_seconds = FIRST_NOTICE_SECONDS
 
-    def update(self, late: list[int]) -> None:
-        """Report, if due, which ranks are waited for."""
+    def update(self, late: list[int], silent: Sequence[int] = ()) -> None:
+        """Report, if due, which ranks are waited for.
+
+        Args:
+            late: Ranks that have not completed the step.
+            silent: Ranks among them that show no sign of life.
+        """
         seconds = time.monotonic() - self._begun
         if self._report is not None and late and seconds >= self._next_seconds:
             self._next_seconds = 2 * seconds
             verb = "is" if len(late) == 1 else "are"
-            self._report(f"{_ranks(late)} {verb} still {self._what}, for {seconds:.0f} s now; the others wait")
+            text = f"{_ranks(late)} {verb} still {self._what}, for {seconds:.0f} s now"
+            if silent:
+                verb = "shows" if len(silent) == 1 else "show"
+                text += f", and {_ranks([*silent])} {verb} no sign of life (stopped, or in native code)"
+            self._report(f"{text}; the others wait")
 
 
 @contextmanager

@@ -180,3 +180,19 @@ def test_a_run_evaluates_and_saves_as_often_as_asked_and_at_the_end(tmp_path):
     )
     assert set(saved) >= {4, 6, 8, 12, 15}
     assert summary.best["metric"] == "loss"
+
+
+def test_loader_when_the_caller_leaves_between_two_steps_then_it_is_released():
+    loop, released = loop_over(9), []
+    batches = loop.samples._loader.batches
+
+    def watched(requests):
+        try:
+            yield from batches(requests)
+        finally:
+            released.append(True)
+
+    loop.samples._loader.batches = watched
+    for _ in loop.boundaries(0, 9, 0):
+        break
+    assert released == [True]

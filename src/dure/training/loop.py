@@ -125,12 +125,15 @@ class TrainingLoop:
         """Train from a position, and yield between any two steps for the caller to act."""
         self.samples.begin(samples_seen, total_samples, step)
         self.restart_clock()
-        while (planned := self.samples.next_step()) is not None:
-            step += 1
-            self._pending.append(self._launch(step, planned))
-            self.samples.is_under_way = False
-            outcomes = [self._finish(self._pending.popleft())] if len(self._pending) > self.lag else []
-            yield Boundary(step, planned.batch, outcomes)
+        try:
+            while (planned := self.samples.next_step()) is not None:
+                step += 1
+                self._pending.append(self._launch(step, planned))
+                self.samples.is_under_way = False
+                outcomes = [self._finish(self._pending.popleft())] if len(self._pending) > self.lag else []
+                yield Boundary(step, planned.batch, outcomes)
+        finally:
+            self.samples.end()
 
     def microbatch_under_way(self) -> int | None:
         """Return the maximum samples that a device computes at once in the current step; None between two steps."""

@@ -85,6 +85,9 @@ class StepSamples(Protocol):
     def microbatch_under_way(self) -> int | None:
         """Return the maximum samples that a device computes at once in the current step; None between two steps."""
 
+    def end(self) -> None:
+        """End the loader's processes, if there are any."""
+
 
 def samples_of(strategy: Strategy, loader: Loader, order: SampleOrder, microbatch_size: int | None) -> StepSamples:
     """Return the samples that a rank computes in each step, none if it only serves the other ranks.
@@ -151,6 +154,10 @@ class LoadedSamples:
             return None
         return self._strategy.parts.device_size(max(*step.share.microbatches, 1))
 
+    def end(self) -> None:
+        """End the loader's processes, which their iterator does as it is released."""
+        self._fetched = iter(())
+
     def _requested(self, samples_seen: int, total_samples: int, step: int) -> Iterator[FetchRequest]:
         share_at = share_by_step(self._strategy)
         for number, batch in enumerate(self._order.batches(samples_seen, total_samples), step + 1):
@@ -204,3 +211,6 @@ class NoSamples:
 
     def microbatch_under_way(self) -> None:
         """Return None: no sample is computed here."""
+
+    def end(self) -> None:
+        """Do nothing: there is no loader."""

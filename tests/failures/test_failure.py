@@ -237,6 +237,15 @@ def test_failure_when_a_service_of_the_task_is_gone_then_it_is_no_consequence(se
     assert failure.user_line.function == service.__name__
 
 
+def test_failure_when_an_error_was_raised_from_itself_then_it_is_reported():
+    def step():
+        error = RuntimeError("the step failed")
+        raise error from error
+
+    failure = caught(step)
+    assert (failure.message, failure.is_consequence) == ("the step failed", False)
+
+
 def test_failure_when_an_error_was_raised_from_a_lost_peers_then_it_is_a_consequence():
     def step():
         try:

@@ -179,13 +179,19 @@ def _write_report(report_fd: int | None, record: Mapping[str, Any]) -> None:
 
 
 def is_peer_lost(error: BaseException) -> bool:
-    """Return whether an exception only reports the loss of another rank.
+    """Return whether an exception, or the one that it was raised from, only reports the loss of another rank."""
+    chain = [error]
+    while (cause := chain[-1].__cause__) is not None and all(cause is not one for one in chain):
+        chain.append(cause)
+    return any(map(_reports_peer, chain))
+
+
+def _reports_peer(error: BaseException) -> bool:
+    """Return whether an exception is that of a lost rank.
 
     Other services have such messages too: what the task's code raises itself, or its own sockets, reports no rank.
     """
     if isinstance(error, PeerLost):
-        return True
-    if error.__cause__ is not None and is_peer_lost(error.__cause__):
         return True
     if isinstance(error, ConnectionError):
         is_of_ranks = _user_line(error) is None

@@ -507,3 +507,17 @@ def test_draws_and_buffers_are_told_apart_by_the_model_and_the_loss():
     assert outside.draws
     assert not outside.model_draws
     assert traits_of(layer=nn.Dropout(0.5)).model_draws
+
+
+class Unprintable(ValueError):
+    def __str__(self):
+        raise ZeroDivisionError
+
+
+def test_loss_that_takes_no_single_sample_when_its_error_cannot_be_printed_then_its_type_is_there():
+    def loss(model, x, task):
+        if len(x) == 1 and model[0].training:
+            raise Unprintable
+        return model(x).square().mean()
+
+    assert traits_of(loss, layer=nn.Dropout(0.0)).fails_alone == "Unprintable: <exception str() failed>"

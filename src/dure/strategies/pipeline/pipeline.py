@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 
 from dure.comm.mesh import Mesh
 from dure.data.randomness import GeneratorStates
-from dure.errors import DureError, SpecInvalid, TaskInvalid
+from dure.errors import DureError, SpecInvalid, TaskInvalid, message_of
 from dure.spec import RunSpec
 from dure.spec.mesh import parse_mesh
 from dure.strategies.contract.batch_parts import BatchParts, DataShare
@@ -220,7 +220,7 @@ class Pipeline(SectionedStrategy):
         except Exception as error:
             if isinstance(error, DureError) or self.share.leads or torch.is_grad_enabled():
                 raise
-            reason = " ".join(f"{type(error).__name__}: {error}".split())[:200]
+            reason = " ".join(f"{type(error).__name__}: {message_of(error)}".split())[:200]
             raise TaskInvalid(
                 f"the task's {function.__name__} failed in an evaluation ({reason}), for which every rank computes "
                 "it from the model's output, having run its own stages alone: if it uses what blocks of other "

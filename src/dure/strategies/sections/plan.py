@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import nn
 
-from dure.errors import DureError, TaskInvalid
+from dure.errors import DureError, TaskInvalid, message_of
 from dure.strategies.contract.batches import to_device
 from dure.strategies.contract.strategy import Strategy
 from dure.strategies.sections.cuts import begins_of, cut_names, faults_of, registered_chain
@@ -86,7 +86,7 @@ def look_at(strategy: Strategy, model: nn.Module) -> Survey | None:
     except Exception as error:
         if strategy.traits.reason_unknown is not None:
             raise  # it may fail anyway
-        why = " ".join(f"{type(error).__name__}: {error}".split())[:200]
+        why = " ".join(f"{type(error).__name__}: {message_of(error)}".split())[:200]
         raise TaskInvalid(
             f"{type(model).__name__} cannot be divided into blocks ({why}): what calls them, or differentiates them, "
             f"itself does not take values that are watched; use {CURE}"

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from dure.errors import message_of
 from dure.strategies.contract.loss_traits import LossTraits
 from dure.strategies.contract.strategy import LossFunction
 from dure.strategies.state.hooks import gradient_hooks
@@ -55,7 +56,7 @@ class CallSummary(NamedTuple):
 
 
 class LossInspection:
-    """Calls of a task's loss on its first samples."""
+    """Inspection of a task's loss by calls on its first samples."""
 
     def __init__(
         self,
@@ -314,7 +315,9 @@ class LossInspection:
             try:
                 value = self.calls.tried(range(place, place + 1), as_in_training=True).value.total
             except Exception as error:
-                return f"{type(error).__name__}: {error}".splitlines()[0][:200], self.calls.forward.is_inside
+                return f"{type(error).__name__}: {message_of(error)}".splitlines()[0][
+                    :200
+                ], self.calls.forward.is_inside
             if math.isfinite(value):
                 return None, False
         return f"its value is {value:g}", False

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from dure.errors import TaskInvalid
+from dure.errors import TaskInvalid, message_of
 
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 _AS_IT_IS = nullcontext()
@@ -78,5 +78,6 @@ def refuse_closure(optimizer: Optimizer, error: Exception) -> None:
     if "closure" in str(error).lower():
         raise TaskInvalid(
             f"the optimiser {type(optimizer).__name__} needs a closure, by which its step computes the loss again "
-            f"({type(error).__name__}: {error}): use one that takes a step from gradients, such as AdamW or SGD"
+            f"({type(error).__name__}: {message_of(error)}): use one that takes a step from gradients, such as AdamW "
+            "or SGD"
         ) from error

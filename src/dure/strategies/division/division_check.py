@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from dure import torchcompat
 from dure.data.randomness import GeneratorStates, kept_global_randomness
-from dure.errors import TaskInvalid
+from dure.errors import TaskInvalid, message_of
 from dure.strategies.contract.batch_layout import are_equal
 from dure.strategies.contract.batches import map_tensors, to_device
 from dure.strategies.division.gathering import gather
@@ -106,8 +106,8 @@ class _Trial:
                 except Exception as error:
                     raise TaskInvalid(
                         f"the model runs on a batch and not on the part of one device ({type(error).__name__}: "
-                        f"{error}): an argument that has as many rows as the batch has samples is not divided by "
-                        "them, or a size is given; use balanced_dp or ddp"
+                        f"{message_of(error)}): an argument that has as many rows as the batch has samples is not "
+                        "divided by them, or a size is given; use balanced_dp or ddp"
                     ) from error
             is_compared = not (has_drawn() or self._has_statistics(is_training))
         return self._compared(alone, together, are_numbers_compared=is_compared), is_compared

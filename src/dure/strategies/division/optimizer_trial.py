@@ -19,6 +19,7 @@ from torch.optim import Optimizer
 from torch.overrides import TorchFunctionMode
 
 from dure.data.randomness import GeneratorStates, kept_global_randomness
+from dure.errors import message_of
 from dure.strategies.division import stand_ins
 from dure.strategies.division.held_models import held_model
 from dure.strategies.division.stand_ins import StandIn
@@ -298,7 +299,7 @@ class _Trial:
             if "sparse" in str(error).lower() and not self._subject.is_sparse:
                 self._subject.is_sparse = True  # it accepts no other gradients (SparseAdam)
                 return self.reason()
-            return f"its step failed in a trial with {type(error).__name__}: {error}"
+            return f"its step failed in a trial with {type(error).__name__}: {message_of(error)}"
         if self._has_rebound:
             return "it gives parameters other memory (`p.data = ...`) where it should change them (`p.copy_(...)`)"
         if not GeneratorStates.now(*self._subject.devices).is_same_as(generators):
@@ -321,7 +322,7 @@ class _Trial:
             try:
                 together = self._step(everything)
             except Exception as error:
-                return f"its step failed in a trial with {type(error).__name__}: {error}"
+                return f"its step failed in a trial with {type(error).__name__}: {message_of(error)}"
         # neighbours are separated, and later those at a distance of two
         pairs = [number for number in everything if number % 4 < 2]
         others = [number for number in everything if number % 4 >= 2]
@@ -329,7 +330,7 @@ class _Trial:
             try:
                 alone = self._step(part)
             except Exception as error:
-                return f"over a part of the parameters it fails with {type(error).__name__}: {error}"
+                return f"over a part of the parameters it fails with {type(error).__name__}: {message_of(error)}"
             if not all(_is_same(alone[position], together[position]) for position in part):
                 return "what it does to one parameter depends on the others"
         return None
@@ -356,12 +357,12 @@ class _Trial:
         try:
             together = self._step(everything)  # as in the step above
         except Exception as error:
-            return f"its step failed in a trial with {type(error).__name__}: {error}"
+            return f"its step failed in a trial with {type(error).__name__}: {message_of(error)}"
         for half in (_Half(dim, number) for dim in (0, 1) for number in (0, 1)):
             try:
                 alone = self._step(everything, half)
             except Exception as error:
-                return f"over a part of a parameter it fails with {type(error).__name__}: {error}"
+                return f"over a part of a parameter it fails with {type(error).__name__}: {message_of(error)}"
             if not all(_nearly_equal(alone[position], half.of(together[position])) for position in everything):
                 return "what it does to one element depends on the others of its tensor"
         return None
@@ -376,7 +377,7 @@ class _Trial:
         try:
             plain = self._step(everything, has_classes=False)
         except Exception as error:
-            return f"over plain parameters it fails with {type(error).__name__}: {error}"
+            return f"over plain parameters it fails with {type(error).__name__}: {message_of(error)}"
         if all(_is_same(plain[position], together[position]) for position in everything):
             return None
         return f"it goes by the class of a parameter ({', '.join(sorted(own))}), and parts of one are plain parameters"

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from dure.errors import FAILED, DureError
+from dure.errors import FAILED, DureError, message_of
 from dure.strategies.contract.batches import map_tensors
 from dure.strategies.sections.values import Description
 from dure.terminal import print_traceback
@@ -48,7 +48,7 @@ class Failed(NamedTuple):
             return cls(str(error), error.exit_code)
         last = traceback.extract_tb(error.__traceback__)[-1]
         where = f"{last.filename}:{last.lineno} in {last.name}: {last.line}"
-        return cls(f"rank {rank} failed in its section: {type(error).__name__}: {error}\n  {where}", FAILED)
+        return cls(f"rank {rank} failed in its section: {type(error).__name__}: {message_of(error)}\n  {where}", FAILED)
 
 
 def leads_to(outputs: Iterable[Tensor], inputs: Iterable[Tensor]) -> bool:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from dure.data.randomness import GeneratorStates
-from dure.errors import TaskInvalid
+from dure.errors import TaskInvalid, message_of
 from dure.records.sums import Sum
 from dure.strategies.contract.batches import map_tensors
 from dure.strategies.contract.declarations import few
@@ -81,7 +81,7 @@ def _rehearse_now(
     except TaskInvalid as error:
         return str(error)
     except Exception as error:
-        reason = " ".join(f"{type(error).__name__}: {error}".split())[:200]
+        reason = " ".join(f"{type(error).__name__}: {message_of(error)}".split())[:200]
         return (
             f"{where} cannot be computed ({reason}): each section has its own weights, and the loss has the model's "
             f"output alone, without derivatives through it; cut elsewhere with the option cuts, or use {CURE}"

@@ -1,11 +1,13 @@
 """A resume with other code or data is refused, unless it is accepted; then the record says so."""
 
 import json
+import math
 import re
 import textwrap
 
 import numpy as np
 import pytest
+import torch
 
 from dure.training.task.identity import TaskIdentity
 
@@ -95,3 +97,31 @@ def test_resume_when_comments_and_what_the_task_does_not_use_changed_then_goes_o
 def test_samples_that_are_never_twice_the_same_are_not_compared():
     identity = TaskIdentity.of(object(), 3, 0, lambda index: np.random.rand() if index else 1)
     assert list(identity.samples) == ["0"]
+
+
+def views_of(value, **others):
+    return TaskIdentity.of(object(), 1, 0, lambda index: {"x": torch.tensor(value, dtype=torch.float64), **others})
+
+
+@pytest.mark.parametrize(
+    ("before", "now", "is_changed"),
+    [
+        (views_of([0.1, 0.2]), views_of([0.1, 0.2 + 3e-17]), False),
+        (views_of([0.1, math.nan]), views_of([0.1 + 2e-17, math.nan]), False),
+        (views_of([0.1, 0.2]), views_of([0.1, 0.2001]), True),
+        (views_of([0.1, 0.2]), views_of([0.1, math.nan]), True),
+        (views_of([0.1, 0.2], label=1), views_of([0.1, 0.2 + 3e-17], label=2), True),
+        (views_of([0.1, 0.2]), views_of([[0.1, 0.2 + 3e-17]]), True),
+    ],
+)
+def test_data_that_are_rounded_differently_are_no_other_data(before, now, is_changed):
+    saved = json.loads(json.dumps(before.to_json(), allow_nan=False))
+    assert saved["samples"] != now.samples
+    assert now.changes_since(saved) == ["what is in the training data (sample 0)"] * is_changed
+
+
+@pytest.mark.parametrize("view", [None, 7, "a digest", [], ["a", "b"], ["a", "b", 3], ["a", "b", ["c", "d"]], {"a": 1}])
+def test_damaged_views_of_samples_are_other_data(view):
+    now = views_of([0.1, 0.2])
+    assert now.changes_since({"train_samples": 1, "samples": {"0": view}}) == ["what is in the training data (sample 0)"]
+    assert now.changes_since({"train_samples": 1, "samples": {"0": now.samples["0"][0]}}) == []

@@ -17,7 +17,7 @@ from dure.training.inspection.loss_calls import silent
 from dure.training.seeds import seed_everything
 from dure.training.session.loader import SampleFetch
 from dure.training.task.given_task import make_task
-from dure.training.task.identity import refuse_unlike_samples, sample_digests, sample_views
+from dure.training.task.identity import refuse_unlike_samples, sample_views
 from dure.training.task.task import Task
 
 
@@ -118,7 +118,7 @@ def _difference(spec: RunSpec, here: TaskParts, there: TaskParts) -> str | None:
         if len(one) != len(other):
             return f"the {kind} data have {len(one):,} samples here and {len(other):,} in one process"
         fetches = [SampleFetch(data, parts.task.collate, spec.seed) for data, parts in ((one, here), (other, there))]
-        views = [{kind: sample_views(sample_digests(len(one), fetch.sample), fetch.sample)} for fetch in fetches]
+        views = [{kind: sample_views(len(one), fetch.sample)} for fetch in fetches]
         try:
             refuse_unlike_samples(views)
         except Exception:

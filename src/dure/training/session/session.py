@@ -42,7 +42,7 @@ from dure.training.session.task_inspection import inspected, phases_of
 from dure.training.session.task_products import built_model, checked_optimizer
 from dure.training.task.digests import code_digest
 from dure.training.task.given_task import make_task
-from dure.training.task.identity import TaskIdentity, refuse_unlike_samples, sample_digests, sample_views
+from dure.training.task.identity import TaskIdentity, refuse_unlike_samples, sample_views
 from dure.training.task.task import Task
 
 
@@ -281,10 +281,9 @@ class _Data:
         """
         if group.world_size == 1:
             return
-        samples = {"training": sample_views(identity.samples, self.train_loader.sample)}
+        samples = {"training": identity.samples}
         if self.eval_loader is not None:
-            fetch = self.eval_loader.sample
-            samples["evaluation"] = sample_views(sample_digests(self.eval_samples, fetch), fetch)
+            samples["evaluation"] = sample_views(self.eval_samples, self.eval_loader.sample)
         refuse_unlike_samples(group.all_gather_json(samples))
 
 

@@ -6,6 +6,7 @@ A run that continues with other code or data is another run. Checkpoints contain
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from math import isfinite
 from typing import Any
 
 from dure.errors import DataInvalid, TaskInvalid
@@ -17,7 +18,13 @@ from dure.training.task.task import Task
 
 _SHOWN = 6
 _MOST_SECONDS = 1.0
-"""Seconds after which no further sample is fetched for the digest."""
+"""Seconds after which no further sample is fetched for a view."""
+_ROUNDING = 1e-6
+"""Relative difference of numbers that one host may round differently each time: some of MKL's functions depend on how
+many threads share a tensor.
+"""
+_ROUNDING_OF_HOSTS = 1e-4
+"""Relative difference of numbers that hosts with other processors may round differently."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,8 +35,8 @@ class TaskIdentity:
     """Digests of the task's code, by `file.py:name`."""
     train_samples: int = 0
     eval_samples: int = 0
-    samples: dict[str, str] = field(default_factory=dict)
-    """Digests of a few training samples, by index, without those that differ each time."""
+    samples: dict[str, Any] = field(default_factory=dict)
+    """Views of a few training samples, as `sample_views` returns them."""
 
     @classmethod
     def of(cls, task: Task, train_samples: int, eval_samples: int, fetch: Callable[[int], Any]) -> "TaskIdentity":
@@ -45,7 +52,7 @@ class TaskIdentity:
             code=code_digests(type(task)),
             train_samples=train_samples,
             eval_samples=eval_samples,
-            samples=sample_digests(train_samples, fetch),
+            samples=sample_views(train_samples, fetch),
         )
 
     def to_json(self) -> dict[str, Any]:
@@ -65,13 +72,17 @@ class TaskIdentity:
             if before is not None and before != now:
                 found.append(f"the {what} data ({before:,} samples then, {now:,} now)")
         both = saved.get("samples", {}).keys() & self.samples.keys()
-        differing = sorted((index for index in both if saved["samples"][index] != self.samples[index]), key=int)
+        differing = [
+            index
+            for index in sorted(both, key=int)
+            if not _are_alike(saved["samples"][index], self.samples[index], _ROUNDING)
+        ]
         if differing and saved.get("train_samples") == self.train_samples:
             found.append(f"what is in the training data (sample {', '.join(differing)})")
         return found
 
 
-def refuse_unlike_samples(everyones: Sequence[Mapping[str, Mapping[str, Sequence[Any]]]]) -> None:
+def refuse_unlike_samples(everyones: Sequence[Mapping[str, Mapping[str, Any]]]) -> None:
     """Refuse data of which the ranks do not read the same samples.
 
     Args:
@@ -83,7 +94,10 @@ def refuse_unlike_samples(everyones: Sequence[Mapping[str, Mapping[str, Sequence
     for rank, theirs in enumerate(everyones):
         for kind, views in theirs.items():
             known = everyones[0].get(kind, {})
-            unlike = next((index for index, one in views.items() if not _are_alike(known.get(index, one), one)), None)
+            unlike = next(
+                (index for index, one in views.items() if not _are_alike(known.get(index, one), one, _ROUNDING_OF_HOSTS)),
+                None,
+            )
             if unlike is not None:
                 raise DataInvalid(
                     f"sample {unlike} of the {kind} data is another one on rank {rank} than on rank 0: give every rank "
@@ -92,41 +106,59 @@ def refuse_unlike_samples(everyones: Sequence[Mapping[str, Mapping[str, Sequence
                 )
 
 
-def sample_views(digests: Mapping[str, str], fetch: Callable[[int], Any]) -> dict[str, Any]:
-    """Return views of samples, for comparison between ranks.
+def sample_views(num_samples: int, fetch: Callable[[int], Any]) -> dict[str, Any]:
+    """Return views of a few samples, for comparison with another rank or another time.
 
     Args:
-        digests: Digests of samples, by index.
-        fetch: Returns one sample.
+        num_samples: Length of the data.
+        fetch: Returns one sample, with the same random numbers each time.
 
     Returns:
-        For each index: the digest, the digest of everything except floating-point tensors, and sums and norms of these.
+        For each index, without those of samples that differ each time: the digest, the digest of everything except
+        floating-point tensors, and sums and norms of these.
     """
+    found: dict[str, Any] = {}
+    started = time.monotonic()
+    for index in dict.fromkeys((0, num_samples // 2, num_samples - 1)):
+        try:
+            sample = fetch(index)
+            seen = digest(sample)
+            is_same = time.monotonic() - started < _MOST_SECONDS and seen == digest(fetch(index))
+        except Exception:
+            return found  # training will raise it
+        if is_same and seen is not None:
+            rest = map_tensors(sample, lambda tensor: list(tensor.shape) if tensor.is_floating_point() else tensor)
+            found[str(index)] = [seen, digest(rest), _sums_of(sample)]
+    return found
 
-    def view(index: str) -> list[Any]:
-        sample = fetch(int(index))
-        rest = map_tensors(sample, lambda tensor: list(tensor.shape) if tensor.is_floating_point() else tensor)
-        return [digests[index], digest(rest), _sums_of(sample)]
 
-    return {index: view(index) for index in digests}
-
-
-def _sums_of(sample: Any) -> list[float]:
+def _sums_of(sample: Any) -> list[float | None]:
+    """Return sum and norm of each floating-point tensor, None for those that are not finite."""
     floats = [tensor.detach().double() for tensor in tensors_in(sample) if tensor.is_floating_point()]
-    return [number for tensor in floats for number in (float(tensor.sum()), float(tensor.norm()))]
+    numbers = [float(number) for tensor in floats for number in (tensor.sum(), tensor.norm())]
+    return [number if isfinite(number) else None for number in numbers]
 
 
-def _are_alike(one: Sequence[Any], other: Sequence[Any]) -> bool:
-    """Return whether two views are of one sample; numbers may be rounded differently on hosts with other processors."""
-    (digest, rest, sums), (others_digest, others_rest, others) = one, other
-    if digest == others_digest or rest != others_rest:
-        return bool(digest == others_digest)
-    scale = max(map(abs, (*sums, *others)), default=0.0)
-    return (
-        bool(sums)
-        and len(sums) == len(others)
-        and all(abs(a - b) <= 1e-4 * scale for a, b in zip(sums, others, strict=True))
-    )
+def _are_alike(one: Any, other: Any, tolerance: float) -> bool:
+    """Return whether two views are of one sample whose numbers may be rounded differently.
+
+    Args:
+        one: View as `sample_views` returns it, or any JSON value in its place; older checkpoints have the digest alone.
+        other: The other one.
+        tolerance: Difference of sums and norms, relative to the largest of them.
+    """
+    match one, other:
+        case (str(digest) | [digest, *_], [others_digest, *_]) if digest == others_digest:
+            return True
+        case ([_, rest, [*sums]], [_, others_rest, [*others]]) if rest == others_rest and len(sums) == len(others):
+            most = tolerance * max((abs(n) for n in (*sums, *others) if isinstance(n, float)), default=0.0)
+            pairs = [*zip(sums, others, strict=True)]
+            return bool(pairs) and all(a == b or _differ_by_at_most(most, a, b) for a, b in pairs)
+    return False
+
+
+def _differ_by_at_most(most: float, *numbers: Any) -> bool:
+    return all(isinstance(number, float) for number in numbers) and max(numbers) - min(numbers) <= most
 
 
 def refusal(changes: list[str], checkpoint: str) -> TaskInvalid:
@@ -136,23 +168,3 @@ def refusal(changes: list[str], checkpoint: str) -> TaskInvalid:
         "bring back what it was, begin a new run, or go on all the same with --accept-changes, which the run's record "
         "will say"
     )
-
-
-def sample_digests(num_samples: int, fetch: Callable[[int], Any]) -> dict[str, str]:
-    """Return digests of a few samples, by index, without those that differ each time.
-
-    Args:
-        num_samples: Length of the data.
-        fetch: Returns one sample, with the same random numbers each time.
-    """
-    found: dict[str, str] = {}
-    started = time.monotonic()
-    for index in dict.fromkeys((0, num_samples // 2, num_samples - 1)):
-        try:
-            seen = digest(fetch(index))
-            is_same = time.monotonic() - started < _MOST_SECONDS and seen == digest(fetch(index))
-        except Exception:
-            return found  # training will raise it
-        if is_same and seen is not None:
-            found[str(index)] = seen
-    return found

@@ -2,10 +2,12 @@
 
 import torch
 
+from dure.api.forked_check import found_in_fork
 from dure.api.local import count_processes
 from dure.cluster.rank import Launched
 from dure.errors import SpecInvalid
 from dure.host.devices import check_devices, resolve_device
+from dure.launch.worker.fork_safety import reason_not_to_fork
 from dure.spec import RunSpec
 from dure.strategies.contract.abilities import faults_of_model, faults_of_optimizer
 from dure.strategies.table import STRATEGIES, load_strategy
@@ -13,6 +15,7 @@ from dure.training.fault_injection import read_faults
 from dure.training.session.task_products import refuse_lazy
 from dure.training.task.given_task import given_task, task_class
 from dure.training.task.options import build_task
+from dure.training.task.task import Task
 
 
 def check_before_start(spec: RunSpec, launched: Launched | None = None) -> None:
@@ -44,7 +47,7 @@ def check_before_start(spec: RunSpec, launched: Launched | None = None) -> None:
         from dure.torchcompat import kept_global_hooks  # imports torch
 
         with kept_global_hooks():  # ranks that are forked from here register their own hooks
-            _check_model(spec)
+            _check_model(spec, may_fork=device == "cuda" and launched is None and reason_not_to_fork() is None)
 
 
 def _check_that_task_arrives(spec: RunSpec) -> None:
@@ -68,21 +71,32 @@ def _check_that_task_arrives(spec: RunSpec) -> None:
         )
 
 
-def _check_model(spec: RunSpec) -> None:
+def _check_model(spec: RunSpec, *, may_fork: bool) -> None:
     """Let the strategy check the model before any process starts; each rank checks its own again.
+
+    Args:
+        spec: Settings.
+        may_fork: Whether to check in a forked process, because this one is to be forked into ranks that use CUDA.
 
     Raises:
         SpecInvalid: The strategy does not support the model; the message lists all reasons.
+        TaskInvalid: No strategy supports the model.
     """
     given = given_task()
     if given is not None and given.task is not None and given.is_only_here:
         return  # building a model here might change the object that is trained
     task = build_task(task_class(spec.task), spec.task_options)
+    faults = found_in_fork(lambda: _faults_of_task(spec, task)) if may_fork else _faults_of_task(spec, task)
+    if faults:
+        raise SpecInvalid([f"strategy is {spec.strategy}: {fault}" for fault in faults])
+
+
+def _faults_of_task(spec: RunSpec, task: Task) -> list[str]:
     try:
         with torch.device("meta"):
             model = task.build_model()
     except Exception:
-        return  # it reads values (pretrained weights); every worker checks its own model
+        return []  # it reads values (pretrained weights); every worker checks its own model
     refuse_lazy(model, f"{type(task).__name__}.build_model")
     strategy = load_strategy(spec.strategy)
     faults = faults_of_model(strategy, model, spec)
@@ -92,5 +106,4 @@ def _check_model(spec: RunSpec) -> None:
         optimizer = None  # as above
     if isinstance(optimizer, torch.optim.Optimizer):
         faults += faults_of_optimizer(strategy, optimizer)
-    if faults:
-        raise SpecInvalid([f"strategy is {spec.strategy}: {fault}" for fault in faults])
+    return faults

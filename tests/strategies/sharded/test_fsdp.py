@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import nn, optim
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.nn import functional
 
@@ -369,6 +370,25 @@ def test_offloaded_shards_give_the_same_gradients():
 
     for plain, offloaded in on_ranks(2, work):
         assert plain == offloaded
+
+
+def test_state_stays_in_its_memory_when_it_is_captured(monkeypatch):
+    """State of offloaded shards is on the host, and their mesh has CUDA devices; here it has meta devices."""
+
+    def work(group: ProcessGroup) -> list[str]:
+        strategy = prepared("fsdp", group, blocks(), loss, **UNITS)
+        backward(strategy, torch.ones(2, ROW))
+        strategy.optimizer_step()
+        monkeypatch.setattr(DeviceMesh, "device_type", "meta")
+        saved = [state["exp_avg"] for state in strategy.state_dict().optimizer["state"].values()]
+        shards = [value.to_local() for value in saved if isinstance(value, DTensor)]
+        assert len(shards) == 4
+        moments = [state["exp_avg"] for state in strategy.optimizer.state.values()]
+        devices = [tensor.device.type for tensor in shards + moments]
+        strategy.close()
+        return devices
+
+    assert {device for devices in on_ranks(2, work) for device in devices} == {"cpu"}
 
 
 @pytest.mark.gpu

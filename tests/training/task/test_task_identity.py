@@ -123,5 +123,7 @@ def test_data_that_are_rounded_differently_are_no_other_data(before, now, is_cha
 @pytest.mark.parametrize("view", [None, 7, "a digest", [], ["a", "b"], ["a", "b", 3], ["a", "b", ["c", "d"]], {"a": 1}])
 def test_damaged_views_of_samples_are_other_data(view):
     now = views_of([0.1, 0.2])
-    assert now.changes_since({"train_samples": 1, "samples": {"0": view}}) == ["what is in the training data (sample 0)"]
+    assert now.changes_since({"train_samples": 1, "samples": {"0": view}}) == [
+        "what is in the training data (sample 0)"
+    ]
     assert now.changes_since({"train_samples": 1, "samples": {"0": now.samples["0"][0]}}) == []

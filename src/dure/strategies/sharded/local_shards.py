@@ -102,10 +102,7 @@ def _to_whole(parameter: Any, state: Any) -> Any:
     def convert(value: Tensor) -> Tensor:
         if value.shape != shape:
             return value  # a step count, for example
-        return DTensor.from_local(
-            value, parameter.device_mesh, parameter.placements, run_check=False, shape=parameter.shape,
-            stride=parameter.stride(),
-        )  # fmt: skip
+        return torchcompat.divided_like(parameter, value)
 
     return map_tensors(state, convert)
 

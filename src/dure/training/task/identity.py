@@ -95,7 +95,11 @@ def refuse_unlike_samples(everyones: Sequence[Mapping[str, Mapping[str, Any]]]) 
         for kind, views in theirs.items():
             known = everyones[0].get(kind, {})
             unlike = next(
-                (index for index, one in views.items() if not _are_alike(known.get(index, one), one, _ROUNDING_OF_HOSTS)),
+                (
+                    index
+                    for index, one in views.items()
+                    if not _are_alike(known.get(index, one), one, _ROUNDING_OF_HOSTS)
+                ),
                 None,
             )
             if unlike is not None:

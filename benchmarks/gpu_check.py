@@ -1,14 +1,18 @@
 """Checks that need a GPU: `make gpu-check`. Core dependencies only, no network.
 
 Weights against a loop by hand on the GPU: one rank on NCCL, two gloo ranks that share the GPU, two replicas in one
-process; every strategy, undisturbed and with a rank killed; bf16 and fp16; peak memory; and `resnet50_gpu.py`. Each
-part by itself (`--only NAME`) is meant to take less than ten minutes. Writes gpu_check.md and .json to
-benchmarks/results, or to $OUT. Exits 0 when all holds, 1 when something does not, 3 where there is no CUDA device.
+process; every strategy, undisturbed and with a rank killed; convolutions; bf16 and fp16. These parts run side by side.
+Then, each alone: `resnet50_gpu.py`, `transformer_gpu.py`, a model of 1.3 billion parameters with and without snapshots
+and with a rank killed, and peak memory. All of it takes five minutes on an H100; `--only NAME` runs one part. Writes
+gpu_check.md and .json to benchmarks/results, or to $OUT. Exits 0 when all holds, 1 when something does not, 3 where
+there is no CUDA device.
 """
 
 import argparse
+import itertools
 import json
 import os
+import statistics
 import sys
 import tempfile
 import time
@@ -21,12 +25,14 @@ from typing import Any
 import gpu_tasks
 import resnet50_gpu
 import torch
+import transformer_gpu
 from gpu_tasks import Regression
 from images_task import NUM_CLASSES, Images, ResNet50, loss
 from paired import HERE, describe_surroundings, surroundings, write_results
 from resnet50 import build_resnet50
 from safetensors.torch import load_file
 from torch.nn.parallel import DistributedDataParallel
+from transformer_task import Text
 
 import dure
 from dure.strategies.table import STRATEGIES
@@ -40,9 +46,17 @@ TO_ROUNDING = 1e-10
 """Float64 sums in another order differ by about 1e-16 each; 20 steps amplify that little."""
 IN_HALF = {"fp32": 1e-5, "bf16": 2e-2, "fp16": 5e-3}
 """Weights of order 0.1 after 20 steps whose gradients are rounded to 24, 8 and 11 bits in another order."""
+TO_ROUNDING_OF_CONVOLUTIONS = 1e-4
+"""Float32, six steps; sums of weight gradients in another order."""
 MOST_MEMORY = 1.03
+MOST_SECONDS_TO_RECOVER = 10.0
+MOST_FOR_SNAPSHOTS = 1.02
+LARGE = {"width": 2048, "layers": 24, "heads": 16}
+"""1.3 billion parameters: 15.7 GB with AdamW's state."""
+LARGE_STEPS, KILLED_STEP = 40, 26
 
-PARTS = ["conformance", "strategies", "kills", "precisions", "memory", "speed"]
+SIDE_BY_SIDE = ["conformance", "strategies", "images", "kills", "precisions"]
+PARTS = [*SIDE_BY_SIDE, "speed", "words", "memory", "large"]
 ONE = {"strategy": "single", "nproc": 1}
 PLACES: dict[str, dict[str, Any]] = {
     "single": ONE,
@@ -134,38 +148,52 @@ class ChildFailed(Exception):
         super().__init__(f"{kind}: {message}"[:300])
 
 
-def in_child(call: Callable[[], Any]) -> Any:
-    """Run something that uses CUDA in a forked process and return its answer; this one must stay without CUDA.
+class Child:
+    """Forked process that runs something that uses CUDA; this one must stay without CUDA."""
 
-    Raises:
-        ChildFailed: The call raised, or the process died.
-    """
-    with tempfile.NamedTemporaryFile("r", encoding="utf-8") as file:
+    def __init__(self, call: Callable[[], Any]) -> None:
+        self._file = tempfile.NamedTemporaryFile("r", encoding="utf-8")  # noqa: SIM115
         sys.stdout.flush()
-        pid = os.fork()
-        if pid == 0:
+        self._pid = os.fork()
+        if self._pid == 0:
             try:
                 answer = {"answer": call()}
             except BaseException as error:
                 if not isinstance(error, dure.DureError):
                     traceback.print_exc()
                 answer = {"kind": type(error).__name__, "message": str(error)}
-            Path(file.name).write_text(json.dumps(answer), encoding="utf-8")
+            Path(self._file.name).write_text(json.dumps(answer), encoding="utf-8")
             sys.stdout.flush()
             sys.stderr.flush()
             os._exit(0)
-        _, status = os.waitpid(pid, 0)
-        answer = json.loads(file.read() or "{}")
-    if "answer" not in answer:
-        died = f"the process ended with {os.waitstatus_to_exitcode(status)}"
-        raise ChildFailed(answer.get("kind", "died"), answer.get("message", died))
-    return answer["answer"]
+
+    def answer(self) -> Any:
+        """Wait for the process and return its answer.
+
+        Raises:
+            ChildFailed: The call raised, or the process died.
+        """
+        _, status = os.waitpid(self._pid, 0)
+        with self._file:
+            answer = json.loads(self._file.read() or "{}")
+        if "answer" not in answer:
+            died = f"the process ended with {os.waitstatus_to_exitcode(status)}"
+            raise ChildFailed(answer.get("kind", "died"), answer.get("message", died))
+        return answer["answer"]
+
+
+def in_child(call: Callable[[], Any]) -> Any:
+    """Run something that uses CUDA in a forked process and return its answer."""
+    return Child(call).answer()
 
 
 def difference(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> float:
-    """Return the largest absolute difference of two sets of weights; infinite where one is no number."""
+    """Return the largest absolute difference of two sets of weights; infinite where one is no number.
+
+    It is computed in a forked process: OpenMP's threads would be missing in those that are forked from here later.
+    """
     assert one.keys() == other.keys()
-    worst = max(float((one[name] - other[name]).abs().max()) for name in one)
+    worst = float(in_child(lambda: max(float((one[name] - other[name]).abs().max()) for name in one)))
     return worst if worst == worst else float("inf")
 
 
@@ -207,6 +235,24 @@ def strategies(checks: Checks) -> None:
                 own = {key: value for key, value in place.items() if key != "share_devices"}
                 expected = checks.weights(checks.train(task, **{**own, **STEPS, "device": "cpu"}))
             checks.same_weights(f"weights: {name}", TO_ROUNDING, expected, task, **place, **STEPS)
+    if checks.device == "cuda":
+        offloaded = {"strategy": "fsdp", "nproc": 1, "fsdp": {"cpu_offload": True}}
+        checks.same_weights("weights: fsdp, offloaded", TO_ROUNDING, by_hand, task, **offloaded, **STEPS)
+    divided = places_of("zero1")["zero1, 2 devices that are one GPU"] | {"start": "fork"}
+    checks.same_weights("weights: zero1, forked ranks", TO_ROUNDING, by_hand, task, **divided, **STEPS)
+
+
+def images(checks: Checks) -> None:
+    """Check convolutions in channels_last under a fused optimiser against `single`, deterministic and in float32."""
+    steps: dict[str, Any] = {"samples": 48, "global_batch_size": 8, "seed": 3, "deterministic": True}
+    task = ResNet50(num_samples=48, image_size=64, num_images=48, is_fused=checks.device == "cuda")
+    expected = checks.weights(checks.train(task, **ONE, **steps))
+    repeated = {"single again": ONE, "single, 2 loader processes": ONE | {"num_workers": 2}}
+    alone = {
+        strategy: {"strategy": strategy, "nproc": 1} for strategy in ("ddp", "ring_ddp", "naive_ddp", "zero1", "fsdp")
+    }
+    for name, place in (repeated | alone).items():
+        checks.same_weights(f"ResNet-50: {name}", TO_ROUNDING_OF_CONVOLUTIONS, expected, task, **place, **steps)
 
 
 def kills(checks: Checks) -> None:
@@ -260,8 +306,53 @@ def precisions(checks: Checks) -> None:
                 checks.same_weights(label, IN_HALF[precision], expected, task, **settings)
 
 
-def memory(checks: Checks, batch: int, image_size: int) -> None:
+def large(checks: Checks, options: argparse.Namespace) -> None:
+    """Check what snapshots cost a large model, and how long it takes to go on after a kill."""
+    sizes = (
+        LARGE if options.device == "cuda" else {"width": 32, "layers": 2, "heads": 2, "context": 16, "vocabulary": 64}
+    )
+    batch = min(16, options.batch)
+    settings: dict[str, Any] = {**ONE, "precision": "bf16", "samples": LARGE_STEPS * batch, "global_batch_size": batch}
+    task = Text(rows=LARGE_STEPS * batch, **sizes)
+    faults = checks.path("faults.toml")
+    faults.write_text(f'[[fault]]\nrank = 0\nstep = {KILLED_STEP}\nkind = "kill"\n')
+    runs: dict[str, Path] = {}
+
+    def snapshot_ratio() -> float:
+        runs["plain"] = checks.train(task, **settings, max_restarts=0)
+        runs["killed"] = checks.train(task, **settings, faults=faults)
+        plain, killed = (_median_step(runs[name]) for name in ("plain", "killed"))
+        print(f"     {plain * 1000:,.1f} and {killed * 1000:,.1f} ms")
+        return killed / plain
+
+    checks.at_most("large model: a step with snapshots / without", MOST_FOR_SNAPSHOTS, snapshot_ratio)
+    name = "large model: seconds from a kill to the next step"
+    checks.at_most(name, MOST_SECONDS_TO_RECOVER, lambda: _seconds_to_recover(runs["killed"]))
+    checks.at_most("large model: steps that a kill undid", 8, lambda: _steps_undone(runs["killed"]))
+
+
+def _records(run: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (run / "rank0.jsonl").read_text(encoding="utf-8").splitlines()]
+
+
+def _median_step(run: Path) -> float:
+    return statistics.median(record["wall_seconds"] for record in _records(run)[8:])
+
+
+def _seconds_to_recover(run: Path) -> float:
+    """Return the seconds from the last step before the restart to the first after it, less one step."""
+    times = [record["time"] for record in _records(run)]
+    return max(later - earlier for earlier, later in itertools.pairwise(times)) - _median_step(run)
+
+
+def _steps_undone(run: Path) -> float:
+    undone = run / "undone.jsonl"
+    return len(undone.read_text(encoding="utf-8").splitlines()) if undone.exists() else 0
+
+
+def memory(checks: Checks, options: argparse.Namespace) -> None:
     """Compare the peak of allocated memory with that of the loop by hand."""
+    batch, image_size = min(64, options.batch), options.image_size
     for name in ("single", "ddp, 1 rank on NCCL"):
         checks.at_most(
             f"peak memory, {name}: dure / by hand, ResNet-50, bf16, batch {batch}",
@@ -303,16 +394,28 @@ def _memory_by_hand(file: Path, batch: int, image_size: int, device: torch.devic
 
 def speed(checks: Checks, options: argparse.Namespace) -> None:
     """Run `resnet50_gpu.py`, whose page is a file of its own."""
-    file = options.results / "resnet50_gpu.json"
+    names = ("results", "device", "batch", "image_size", "rounds", "block")
+    arguments = [word for name in names for word in (f"--{name.replace('_', '-')}", str(getattr(options, name)))]
+    _compare_with_hand(checks, "ResNet-50", resnet50_gpu.run, arguments, options.results / "resnet50_gpu.json")
 
+
+def words(checks: Checks, options: argparse.Namespace) -> None:
+    """Run `transformer_gpu.py`, whose page is a file of its own."""
+    arguments = ["--results", str(options.results), "--device", options.device, "--rounds", str(options.rounds)]
+    if options.device != "cuda":
+        arguments += ["--width", "32", "--layers", "2", "--heads", "2", "--batch", "2", "--vocabulary", "64"]
+    _compare_with_hand(checks, "GPT", transformer_gpu.run, arguments, options.results / "transformer_gpu.json")
+
+
+def _compare_with_hand(
+    checks: Checks, name: str, run: Callable[[list[str]], int], arguments: list[str], file: Path
+) -> None:
     def measure() -> float:
-        names = ("results", "device", "batch", "image_size", "rounds", "block")
-        arguments = [word for name in names for word in (f"--{name.replace('_', '-')}", str(getattr(options, name)))]
-        in_child(lambda: resnet50_gpu.run(arguments))
+        in_child(lambda: run(arguments))
         rows = {row["name"]: row["ratio"] for row in json.loads(file.read_text())["rows"]}
         return rows[resnet50_gpu.HAND] / rows["dure"]
 
-    checks.at_most("ResNet-50: the hand-tuned loop's images/s / dure's", 1 / resnet50_gpu.LEAST_RATIO, measure)
+    checks.at_most(f"{name}: the hand-tuned loop's rate / dure's", 1 / resnet50_gpu.LEAST_RATIO, measure)
 
 
 def _shown(value: float | str) -> str:
@@ -343,19 +446,27 @@ def main() -> int:
         PLACES["ddp, 1 rank on NCCL"] = {"strategy": "ddp", "nproc": 1}
     import_late_parts()
     parts = options.only or PARTS
+    beside = {"conformance": conformance, "strategies": strategies, "images": images, "kills": kills}
+    beside["precisions"] = precisions
+    alone = {"speed": speed, "words": words, "memory": memory, "large": large}
     with tempfile.TemporaryDirectory(prefix="dure-gpu-check-") as folder:
         checks = Checks(Path(folder), options.device)
-        for part in (conformance, strategies, kills, precisions):
-            if part.__name__ in parts:
-                part(checks)
-        if "memory" in parts:
-            memory(checks, min(64, options.batch), options.image_size)
-        if "speed" in parts:
-            speed(checks, options)
+        children = [Child(lambda part=beside[name]: _done_by(part, checks)) for name in beside if name in parts]
+        checks.done += [Check(**values) for child in children for values in child.answer()]
+        for part in (alone[name] for name in alone if name in parts):
+            _write(options.results, checks.done, is_shown=False)
+            part(checks, options)
     return _write(options.results, checks.done)
 
 
-def _write(results: Path, done: list[Check]) -> int:
+def _done_by(part: Callable[[Checks], None], checks: Checks) -> list[dict[str, Any]]:
+    own = Checks(checks.path(part.__name__), checks.device)
+    own.folder.mkdir()
+    part(own)
+    return [asdict(check) for check in own.done]
+
+
+def _write(results: Path, done: list[Check], *, is_shown: bool = True) -> int:
     num_failed = sum(not check.holds for check in done)
     record: dict[str, Any] = in_child(surroundings)
     record |= {"num_checks": len(done), "num_failed": num_failed, "checks": [asdict(check) for check in done]}
@@ -363,7 +474,7 @@ def _write(results: Path, done: list[Check]) -> int:
         f"# Checks on a GPU\n\n{describe_surroundings(record)}\n\n{len(done) - num_failed} of {len(done)} hold.\n\n"
         f"| | check | value | at most |\n|---|---|---|---|\n{''.join(_rows(done))}"
     )
-    write_results(results, "gpu_check", record, page)
+    write_results(results, "gpu_check", record, page, is_shown=is_shown)
     return 1 if num_failed else 0
 
 

@@ -153,12 +153,13 @@ def _commit() -> str:
     return commit.stdout.strip() + (" with changes" if is_changed else "")
 
 
-def write_results(folder: Path, name: str, record: Mapping[str, Any], markdown: str) -> None:
-    """Write a result as JSON and as a page, and print the page."""
+def write_results(folder: Path, name: str, record: Mapping[str, Any], markdown: str, *, is_shown: bool = True) -> None:
+    """Write a result as JSON and as a page, and print the page unless it will change."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / f"{name}.json").write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
     (folder / f"{name}.md").write_text(markdown, encoding="utf-8")
-    print(markdown)
+    if is_shown:
+        print(markdown)
 
 
 def describe_surroundings(record: Mapping[str, Any]) -> str:

@@ -86,7 +86,7 @@ def host_batches(data: Images, batch_size: int) -> Iterator[Batch]:
             yield data.rows(rows)
 
 
-def copied_ahead(host: Iterator[Batch], device: torch.device) -> Iterator[Batch]:
+def copied_ahead(host: Iterator[Any], device: torch.device) -> Iterator[Any]:
     """Pin the next batch and copy it in a stream of its own while the device computes on this one."""
     if device.type != "cuda":
         yield from host
@@ -101,43 +101,72 @@ def copied_ahead(host: Iterator[Batch], device: torch.device) -> Iterator[Batch]
         torch.cuda.current_stream().wait_stream(stream)
         for tensor in ahead:
             tensor.record_stream(torch.cuda.current_stream())
-        images, labels = ahead
+        batch = ahead
         ahead = copy()
-        yield images, labels
-        del images, labels
+        yield tuple(batch)
+        del batch
 
 
 def measure(options: argparse.Namespace, folder: Path) -> dict[str, list[float]]:
     """Return each candidate's images per second, one value per round."""
-    kind = options.device
-    rounds = options.rounds + 1  # the first warms up
-    num_samples = (rounds * options.block + 2) * options.batch
+    num_samples = num_steps(options) * options.batch
     spec = RunSpec(
         task=f"{HERE / 'images_task.py'}:ResNet50",
         task_options={"num_samples": num_samples + 1, "image_size": options.image_size, "num_images": options.images},
         samples=num_samples,
         global_batch_size=options.batch,
         strategy="single",
-        device=kind,
+        device=options.device,
         precision="bf16",
         quiet=True,
     )
+
+    def candidates(device: torch.device) -> dict[str, Callable[[int], None]]:
+        data = Images(num_samples, options.image_size, options.images)
+        return {
+            HAND: hand_tuned(data, options.batch, device),
+            AGAIN: hand_tuned(data, options.batch, device),
+            ARTICLE: articles_program(data, options.batch, device),
+        }
+
+    seconds = alternate(spec, candidates, options, folder, _use_tuned_convolutions)
+    return {name: [options.batch / value for value in values] for name, values in seconds.items()}
+
+
+def num_steps(options: argparse.Namespace) -> int:
+    """Return the number of dure's steps in all rounds, the first of which warms up."""
+    return int((options.rounds + 1) * options.block + 2)
+
+
+def alternate(
+    spec: RunSpec,
+    candidates: Callable[[torch.device], dict[str, Callable[[int], None]]],
+    options: argparse.Namespace,
+    folder: Path,
+    on_own_turn: Callable[[], None] = lambda: None,
+) -> dict[str, list[float]]:
+    """Train by dure and let candidates run in between, in this process.
+
+    Args:
+        spec: Run of `num_steps` steps.
+        candidates: Returns, by name, what runs a number of steps on a device.
+        options: Rounds and steps of a block.
+        folder: Folder for the run.
+        on_own_turn: Called when dure's turn begins.
+
+    Returns:
+        Seconds of a step of each candidate and of dure, one value per round, without the first.
+    """
     place = Place(rank=RankInfo(), threads=count_cores(), is_supervised=False)
     group, devices = open_rank_group(spec, place)
     session = open_session(spec, place, group, devices)
-    data = Images(num_samples, options.image_size, options.images)
-    others = {
-        HAND: hand_tuned(data, options.batch, devices[0]),
-        AGAIN: hand_tuned(data, options.batch, devices[0]),
-        ARTICLE: articles_program(data, options.batch, devices[0]),
-    }
-    settle = torch.cuda.synchronize if kind == "cuda" else lambda: None
-    turns = Turns(others, rounds, options.block, before=settle, after=settle)
-    turns.on_own_turn = _use_tuned_convolutions
-    run = RunDir.create(folder, "resnet50")
+    settle = torch.cuda.synchronize if devices[0].type == "cuda" else lambda: None
+    turns = Turns(candidates(devices[0]), options.rounds + 1, options.block, before=settle, after=settle)
+    turns.on_own_turn = on_own_turn
+    run = RunDir.create(folder, "alternating")
     (run.path / "spec.json").write_text("{}")
     Trainer(session, run, StopSignals(is_supervised=False), turns).train()
-    return {name: [options.batch / seconds for seconds in values[1:]] for name, values in turns.seconds.items()}
+    return {name: values[1:] for name, values in turns.seconds.items()}
 
 
 def _use_tuned_convolutions() -> None:

@@ -45,7 +45,7 @@ def test_turns_time_dure_from_callback_to_callback(paired):
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
-@pytest.mark.parametrize("script", ["gpu_check.py", "resnet50_gpu.py"])
+@pytest.mark.parametrize("script", ["gpu_check.py", "resnet50_gpu.py", "transformer_gpu.py"])
 def test_check_without_a_gpu_says_so_in_one_sentence_and_exits_3(script):
     done = subprocess.run([sys.executable, BENCHMARKS / script], capture_output=True, text=True, timeout=60)
     assert (done.returncode, done.stdout) == (3, "")
@@ -60,4 +60,4 @@ def test_gpu_check_has_a_place_for_every_strategy_on_one_gpu(monkeypatch):
         places = list(gpu_check.places_of(strategy).values())
         assert places
         assert all(place["strategy"] == strategy for place in places)
-    assert set(gpu_check.PARTS) == {"conformance", "strategies", "kills", "precisions", "memory", "speed"}
+    assert all(callable(getattr(gpu_check, part)) for part in gpu_check.PARTS)

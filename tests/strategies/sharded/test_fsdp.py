@@ -5,8 +5,8 @@ from typing import Any
 import pytest
 import torch
 from torch import nn, optim
-from torch.distributed.fsdp import FSDPModule
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.nn import functional
 

@@ -6,30 +6,34 @@ from types import SimpleNamespace
 import pytest
 
 from dure.api.forked_check import found_in_fork
-from dure.errors import TaskInvalid
+from dure.errors import EnvironmentLacks, TaskInvalid
 
 
-def test_faults_are_found_in_another_process_without_devices():
+def test_faults_are_found_in_another_process():
     seen = SimpleNamespace(changed=False)
 
     def find():
         seen.changed = True
-        return [f"{os.getpid()}", f"devices: {os.environ['CUDA_VISIBLE_DEVICES']}"]
+        return [f"{os.getpid()}", "a fault"]
 
-    before = os.environ.get("CUDA_VISIBLE_DEVICES")
-    process, devices = found_in_fork(find)
+    process, fault = found_in_fork(find)
     assert int(process) != os.getpid()
-    assert devices == "devices: "
-    assert os.environ.get("CUDA_VISIBLE_DEVICES") == before
+    assert fault == "a fault"
     assert not seen.changed
 
 
-def test_a_refusal_of_the_task_is_raised_here():
+@pytest.mark.parametrize("kind", [TaskInvalid, EnvironmentLacks])
+def test_a_refusal_is_raised_here(kind):
     def find():
-        raise TaskInvalid("a sentence")
+        raise kind("a sentence")
 
-    with pytest.raises(TaskInvalid, match="a sentence"):
+    with pytest.raises(kind, match="a sentence"):
         found_in_fork(find)
+
+
+def test_a_check_that_fails_is_left_to_the_ranks(capfd):
+    assert found_in_fork(lambda: [str(1 // 0)]) == []
+    assert capfd.readouterr() == ("", "")
 
 
 def test_a_check_that_ends_its_process_has_found_nothing():

@@ -32,11 +32,16 @@ endif
 INSTALL = @echo "installing into $(VENV) (torch is large: this can take minutes, and says nothing)" && \
 	$(VENV)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
+GPU_PYTHON ?= 3.12
+GPU_PLATFORMS := $(foreach glibc,2_28 2_27 2_17 2_12,manylinux_$(glibc)_x86_64) manylinux2014_x86_64
+GPU_PACKAGES := annotated-types attrs cyclopts docstring-parser markdown-it-py mdurl nvidia-ml-py psutil pydantic \
+	pydantic-core pygments rich rich-rst safetensors typing-extensions typing-inspection
+
 CLUSTER_VENV ?= .venv-cluster
 CLUSTER_PACKAGES := slurmctld slurmd slurm-client munge openmpi-bin
 CLUSTER_PROGRAMS := munged slurmctld slurmd srun mpirun
 
-.PHONY: help demo test check format lint types floors slow faults hosts zoo cluster gpu-check bench soak campaign clean
+.PHONY: help demo test check format lint types floors slow faults hosts zoo cluster gpu-wheels gpu-check bench soak campaign clean
 .DELETE_ON_ERROR:
 
 help: ## show these targets
@@ -82,6 +87,11 @@ cluster: $(CLUSTER_VENV)/.dure-cluster ## install Slurm, Open MPI (Debian) and R
 		$$as_root env DEBIAN_FRONTEND=noninteractive apt-get install -y --no-install-recommends $(CLUSTER_PACKAGES); \
 	fi
 	$(CLUSTER_VENV)/bin/python -m pytest -m cluster tests/cluster $(PYTEST_ARGS)
+
+gpu-wheels: ## fetch into wheels/ what a CUDA machine with torch but no network lacks; GPU_PYTHON=3.12 is its Python
+	$(PYTHON) -m pip download --quiet --disable-pip-version-check --no-deps --only-binary=:all: -c constraints.txt \
+		--python-version $(GPU_PYTHON) --implementation cp $(addprefix --platform ,$(GPU_PLATFORMS)) -d wheels $(GPU_PACKAGES)
+	@echo "there: python3 -m pip install --no-index --no-deps wheels/*.whl && DURE_NO_VENV=1 make gpu-check"
 
 gpu-check: $(CORE) ## conformance, precision and memory on CUDA; the script exits 3 where there is no CUDA device
 	$(PY) benchmarks/gpu_check.py

@@ -1,9 +1,12 @@
 """Tests of the benchmarks without their measurements: how they compare, and what they print where there is no GPU."""
 
 import importlib
+import importlib.metadata
 import importlib.util
+import re
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -11,7 +14,8 @@ import torch
 
 from dure.strategies.table import STRATEGIES
 
-BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
+ROOT = Path(__file__).parents[2]
+BENCHMARKS = ROOT / "benchmarks"
 
 
 @pytest.fixture(scope="module")
@@ -61,3 +65,18 @@ def test_gpu_check_has_a_place_for_every_strategy_on_one_gpu(monkeypatch):
         assert places
         assert all(place["strategy"] == strategy for place in places)
     assert all(callable(getattr(gpu_check, part)) for part in gpu_check.PARTS)
+
+
+def test_wheels_for_a_gpu_machine_are_all_that_dure_needs_beside_torch_and_numpy():
+    needs = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["dependencies"]
+    names = {re.match(r"[\w-]+", need).group() for need in needs} - {"torch", "numpy"}
+    lines = (ROOT / "Makefile").read_text(encoding="utf-8").replace("\\\n", " ").splitlines()
+    (packages,) = [line.partition(":=")[2].split() for line in lines if line.startswith("GPU_PACKAGES")]
+    while missing := {need for name in names for need in _requirements(name)} - names - {"torch", "numpy"}:
+        names |= missing
+    assert names <= {*packages}
+
+
+def _requirements(name):
+    plain = [need for need in importlib.metadata.requires(name) or [] if "extra ==" not in need]
+    return {re.match(r"[\w-]+", need).group().lower() for need in plain}

@@ -17,6 +17,7 @@ from campaign_case import (
     CRASHES,
     EPOCHS,
     EVAL_SAMPLES,
+    HANG_AFTER_SECONDS,
     IN_THE_TASK,
     SAMPLES,
     STEPS,
@@ -113,8 +114,9 @@ def promised_codes(case: Case, seen: Seen, node: int) -> set[int]:
         if hit:
             return {-fault.signal} | late
         return {0} if case.nnodes == "1:2" else {1} | late
-    is_only_held_up = fault.signal == signal.SIGSTOP and fault.target in ("supervisor", "loader")
-    if fault.kind == "cut" or fault.signal in STOPS or is_only_held_up:
+    is_short = fault.seconds < HANG_AFTER_SECONDS  # a rank that waits longer than that for its loader hangs, too
+    is_only_held_up = fault.target == "supervisor" or (fault.target == "loader" and is_short)
+    if fault.kind == "cut" or fault.signal in STOPS or (fault.signal == signal.SIGSTOP and is_only_held_up):
         return {0}
     if fault.target == "rank again":
         return {0, 1}

@@ -78,6 +78,9 @@ def test_end_when_it_is_another_than_promised_then_it_is_a_broken_promise(campai
     assert promised_codes(with_fault(campaign, target="supervisor"), failed, 0) == {-signal.SIGKILL}
     deaf = replace(with_fault(campaign, kind="SIGHUP", target="loader"), max_restarts=0)
     assert promised_codes(deaf, failed, 0) == {0}
+    for seconds, codes in ((0.5, {0}), (3.0, {0, 1})):
+        held = with_fault(campaign, kind="SIGSTOP", target="loader", seconds=seconds)
+        assert promised_codes(replace(held, max_restarts=0), failed, 0) == codes
 
 
 def test_samples_when_one_is_lost_or_used_twice_then_it_is_a_broken_promise(campaign, completed):

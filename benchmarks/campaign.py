@@ -54,6 +54,7 @@ class Campaign:
         """Carry a case out, judge it, and print what came of it."""
         folder, begun = self.places.folder / f"case-{case.number}", time.monotonic()
         found = [text.replace(f"{HERE.parent}/", "") for text in self.judge(case, folder)]
+        self.places.take_from_disk(folder)
         self.broken += [(case, text) for text in found]
         print(f"{time.monotonic() - begun:5.1f} s  case {case.number}: {case}", file=sys.stderr)
         for text in found:

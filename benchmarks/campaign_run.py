@@ -2,6 +2,7 @@
 
 import math
 import os
+import shutil
 import signal
 import subprocess
 import time
@@ -61,6 +62,11 @@ class Places:
         """Return the names in `/dev/shm` as the commands see it: as root each server has one of its own."""
         servers = [self.server, *(self.hosts.servers if self.hosts else ())]
         return {name for server in servers for name in os.listdir(f"/proc/{server.process.pid}/root" / SHM)}
+
+    def take_from_disk(self, folder: Path) -> None:
+        """Move a case's run from the small disk into its folder: the next case is to find the disk empty."""
+        for run in [] if self.disk is None else self.disk.iterdir():
+            shutil.move(run, folder / "runs")
 
 
 @dataclass

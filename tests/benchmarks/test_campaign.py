@@ -99,3 +99,12 @@ def test_leftovers_when_a_file_or_half_a_checkpoint_is_left_then_it_is_a_broken_
     case = replace(with_fault(campaign), num_workers=0)
     found = list(campaign["campaign_promises"].of_what_is_left(case, completed, tmp_path))
     assert found == ["a temporary file is left: tmpabc", "half a checkpoint is left: .writing-1"]
+
+
+def test_disk_when_a_case_is_over_then_its_run_is_moved_away(campaign, tmp_path):
+    disk, folder = tmp_path / "disk", tmp_path / "case-3"
+    (disk / folder.name / "run").mkdir(parents=True)
+    folder.mkdir()
+    campaign["campaign_run"].Places(tmp_path, server=None, hosts=None, disk=disk).take_from_disk(folder)
+    assert list(disk.iterdir()) == []
+    assert (folder / "runs" / "run").is_dir()

@@ -67,7 +67,7 @@ def become(request: dict[str, Any]) -> tuple[str, Any]:
         sys.path[0] = str(Path(request["script"]).parent)
         return "script", request["script"]
     sys.argv = ["dure", *request["argv"]]
-    return "dure", request["argv"]
+    return "dure", None
 
 
 def leave_after(run: Callable[[], object]) -> None:
@@ -107,4 +107,4 @@ if __name__ == "__main__":
         if kind == "script":
             leave_after(lambda: runpy.run_path(what, run_name="__main__"))
         else:
-            leave_after(lambda: sys.exit(dure.cli.main(what)))
+            leave_after(lambda: sys.exit(dure.cli.main()))

@@ -5,6 +5,7 @@ import inspect
 import json
 import os
 import shlex
+import signal
 import subprocess
 import sys
 from collections.abc import Callable
@@ -368,6 +369,18 @@ def test_output_when_its_reader_goes_away_then_nothing_is_said() -> None:
 def test_help_when_the_terminal_is_not_utf8_then_is_shown_all_the_same() -> None:
     answer = _dure("--help", PYTHONIOENCODING="ascii")
     assert (answer.returncode, "strategies" in answer.stdout, answer.stderr) == (0, True, "")
+
+
+def test_ctrl_c_when_it_comes_in_a_librarys_finalizer_then_there_is_no_traceback() -> None:
+    script = """
+import os, signal, sys, weakref
+from dure.cli import main
+weakref.finalize(main, os.kill, os.getpid(), signal.SIGINT)
+sys.argv = ["dure", "--version"]
+sys.exit(main())
+"""
+    ended = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
+    assert (ended.returncode, ended.stderr) == (-signal.SIGINT, "")
 
 
 def in_a_shell(words: str, folder: Path) -> "subprocess.CompletedProcess[str]":

@@ -76,7 +76,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     Returns:
         The exit code, one of those in docs/settings.md.
     """
-    tokens = list(sys.argv[1:] if argv is None else argv)
+    try:
+        return _exit_code(list(sys.argv[1:] if argv is None else argv))
+    finally:
+        # the program is over: Ctrl-C may end it, but not raise in a finalizer of a library, which prints a traceback
+        is_ctrl_c_pythons = signal.getsignal(signal.SIGINT) is signal.default_int_handler
+        if argv is None and is_ctrl_c_pythons and threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
+def _exit_code(tokens: list[str]) -> int:
     _open_closed_streams()
     if tokens[:1] != ["run"]:  # `dure run` leaves the streams to the script
         replace_what_no_terminal_has()

@@ -217,6 +217,17 @@ def test_pump_when_asked_to_catch_up_then_what_was_said_is_shown_in_its_order(tm
     assert (tmp_path / "rank0.log").read_text() == "one\ntwo\nthr\n"
 
 
+@pytest.mark.parametrize(("wanted", "shown"), [("", "red\n"), ("1", "\x1b[31mred\x1b[0m\x1b[0m\n")])
+def test_pump_when_the_console_is_a_file_then_it_gets_colours_only_if_they_are_wanted(
+    wanted, shown, tmp_path, capfd, monkeypatch
+):
+    monkeypatch.setenv("FORCE_COLOR", wanted)
+    with closing(shown_in_order(tmp_path)) as logs:
+        os.write(logs.descriptors_of(0)[0], b"\x1b[31mred\x1b[0m\n")
+    assert capfd.readouterr().err == shown
+    assert "\x1b[31mred" in (tmp_path / "rank0.log").read_text()
+
+
 def test_pump_when_its_group_is_signalled_while_it_starts_then_all_is_shown(tmp_path, capfd):
     with closing(shown_in_order(tmp_path)) as logs:
         logs.start()

@@ -111,6 +111,8 @@ class Stream:
     """True if an unfinished line is shown at once, to be overwritten: the console is a terminal or a notebook."""
     can_erase: bool = True
     """True if the rest of a line can be erased; otherwise it is overwritten with blanks."""
+    has_colours: bool = True
+    """False if the console is a file or a pipe, which gets text without colours."""
     rest: bytearray = field(default_factory=bytearray)
     """Unfinished line, as far as it will be shown."""
     dropped: int = 0
@@ -187,7 +189,13 @@ class Stream:
         if self.console is not None:
             over = "" if self.drawn is None else f"\r{_ERASE_TO_END}" if self.can_erase else self._over()
             self.drawn = None
-            _write(self.console, (over + "".join(f"{self.prefix}{line}\n" for line in lines)).encode())
+            text = "".join(f"{self.prefix}{line}\n" for line in lines)
+            _write(self.console, (over + (text if self.has_colours else _COLOUR.sub("", text))).encode())
+
+
+def _shows_colours(console: int) -> bool:
+    """Return whether a console is a terminal, or the user wants colours elsewhere, such as in the log of a server."""
+    return os.isatty(console) or bool(os.environ.get("FORCE_COLOR"))
 
 
 def _columns(console: int) -> int:
@@ -240,7 +248,8 @@ def main() -> None:
         log = LogFile(Path(voice["log"]))
         for descriptor, console in zip(voice["reading"], voice["consoles"], strict=True):
             live = {name: voice[name] for name in ("has_live_line", "can_erase")}
-            streams[descriptor] = Stream(voice["prefix"], console, log, **live)
+            has_colours = console is not None and (voice["has_live_line"] or _shows_colours(console))
+            streams[descriptor] = Stream(voice["prefix"], console, log, **live, has_colours=has_colours)
     poll = select.poll()
     for descriptor in (supervisor, *streams):
         poll.register(descriptor, select.POLLIN)

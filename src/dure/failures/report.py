@@ -206,6 +206,18 @@ def _is_raised_by_user(error: BaseException) -> bool:
     return bool(frames) and is_foreign(frames[-1].filename) and is_raise(frames[-1])
 
 
+def is_interrupted(error: BaseException, *, may_be_signal: bool) -> bool:
+    """Return whether a signal interrupted a script, and not a `KeyboardInterrupt` that its code raises by itself.
+
+    Args:
+        error: Exception that ended the script.
+        may_be_signal: True if code of the script that raises it may be a signal's handler.
+    """
+    before = error.__context__
+    is_own = not may_be_signal and _is_raised_by_user(error) and not isinstance(before, KeyboardInterrupt)
+    return isinstance(error, KeyboardInterrupt) and not is_own
+
+
 def report_undisturbed(report: Callable[[], int]) -> int:
     """Write the failure report of this process, even if another error interrupts it.
 

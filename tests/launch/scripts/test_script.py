@@ -77,6 +77,45 @@ def test_script_when_a_rank_fails_then_the_first_cause_is_named(prewarmed, tmp_p
     assert record["user_line"]["line"] == 18
 
 
+INTERRUPTS = """
+import os, signal, time
+
+def stop(*_):
+    raise KeyboardInterrupt
+
+if {has_handler}:
+    signal.signal(signal.SIGTERM, stop)
+if os.environ["RANK"] == "0":
+    time.sleep(10)
+{line}
+"""
+RAISED_AGAIN = """
+try:
+    os.kill(os.getpid(), signal.SIGINT)
+    time.sleep(10)
+except KeyboardInterrupt:
+    raise KeyboardInterrupt("saved")
+"""
+
+
+@pytest.mark.parametrize(
+    ("has_handler", "line", "code", "said"),
+    [
+        (False, "raise KeyboardInterrupt", 1, "dure: rank 1 failed: KeyboardInterrupt"),
+        (True, "os.kill(os.getpid(), signal.SIGTERM)", 130, "dure: stopped"),
+        (False, "os.kill(os.getpid(), signal.SIGINT)", 130, "dure: stopped"),
+        (False, RAISED_AGAIN, 130, "dure: stopped"),
+    ],
+    ids=["no signal", "own handler", "python's handler", "raised again"],
+)
+def test_script_when_a_rank_raises_keyboard_interrupt_then_only_a_signals_is_a_stop(
+    has_handler, line, code, said, prewarmed, tmp_path
+):
+    (tmp_path / "interrupts.py").write_text(INTERRUPTS.format(has_handler=has_handler, line=line))
+    run = forked(prewarmed, tmp_path, "--nproc=2", "interrupts.py")
+    assert (run.code, said in run.err) == (code, True), run.err
+
+
 LEAVES = """
 import sys, torch, torch.distributed as dist
 

@@ -62,12 +62,13 @@ def main(job: ScriptJob, place: Place) -> int:
     try:
         code = _run(job, place)
     except BaseException as error:
+        has_own_handlers = True
         try:
-            _ignore_stop_signals()
+            has_own_handlers = _ignore_stop_signals()
         except BaseException:  # from a handler of the script, for a signal that was just due
             _ignore_stop_signals()
         _kept.append(error)
-        code = _fail_once(error, place, step[0])
+        code = _fail_once(error, place, step[0], may_be_signal=has_own_handlers)
     if os.getpid() == pid:  # a process forked by the script gets here as well
         _note_end(place.rank.rank, heartbeats, step[0])
     return _leave_in_order(code, marker)
@@ -98,10 +99,14 @@ def environment(job: ScriptJob, place: Place) -> dict[str, str]:
     }
 
 
-def _ignore_stop_signals() -> None:
-    """Ignore stop signals from now on: this rank ends anyway, and an exception in a handler would lose its report."""
-    for number in STOP_SIGNALS:
-        signal.signal(number, signal.SIG_IGN)
+def _ignore_stop_signals() -> bool:
+    """Ignore stop signals from now on: this rank ends anyway, and an exception in a handler would lose its report.
+
+    Returns:
+        True if the script had handlers of its own, which may have raised.
+    """
+    before = [signal.signal(number, signal.SIG_IGN) for number in STOP_SIGNALS]
+    return any(callable(handler) and handler is not signal.default_int_handler for handler in before)
 
 
 def _set_threads(threads: int) -> None:
@@ -203,21 +208,24 @@ def local_rank_flag(script: Path) -> str | None:
     return None
 
 
-def _fail_once(error: BaseException, place: Place, step: int) -> int:
+def _fail_once(error: BaseException, place: Place, step: int, *, may_be_signal: bool) -> int:
     from dure.failures.report import report_undisturbed
 
+    def report() -> int:
+        return _fail(error, place, step, may_be_signal=may_be_signal)
+
     try:
-        return report_undisturbed(lambda: _fail(error, place, step))
+        return report_undisturbed(report)
     except RuntimeError:  # raised by the handler that `report_undisturbed` disables, just before it was disabled
-        return report_undisturbed(lambda: _fail(error, place, step))
+        return report_undisturbed(report)
 
 
-def _fail(error: BaseException, place: Place, step: int) -> int:
+def _fail(error: BaseException, place: Place, step: int, *, may_be_signal: bool) -> int:
     """Print the traceback as Python would, and write a report for the verdict over all ranks."""
-    from dure.failures.report import describe_failure, write_failure_report
+    from dure.failures.report import describe_failure, is_interrupted, write_failure_report
 
     error.__traceback__ = traceback_of_main(error)
-    code = 130 if isinstance(error, KeyboardInterrupt) else 1
+    code = 130 if is_interrupted(error, may_be_signal=may_be_signal) else 1
     try:
         sys.excepthook(type(error), error, error.__traceback__)
     except SystemExit as leave:

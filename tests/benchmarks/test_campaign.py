@@ -83,6 +83,16 @@ def test_end_when_it_is_another_than_promised_then_it_is_a_broken_promise(campai
         assert promised_codes(replace(held, max_restarts=0), failed, 0) == codes
 
 
+@pytest.mark.parametrize(
+    ("start", "seconds", "is_kept"), [("fork", 18, False), ("spawn", 18, True), ("spawn", 31, False)]
+)
+def test_end_when_it_takes_long_then_it_is_a_broken_promise_unless_ranks_are_spawned(
+    start, seconds, is_kept, campaign, completed
+):
+    case, late = replace(with_fault(campaign), start=start), replace(completed, seconds=float(seconds))
+    assert (list(campaign["campaign_promises"].of_the_end(case, late)) == []) == is_kept
+
+
 def test_samples_when_one_is_lost_or_used_twice_then_it_is_a_broken_promise(campaign, completed):
     of_samples = campaign["campaign_promises"].of_samples
     assert list(of_samples(with_fault(campaign), completed)) == []

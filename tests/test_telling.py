@@ -47,6 +47,15 @@ def test_message_when_a_line_would_look_like_dures_then_it_is_indented() -> None
     assert message("first\ndure: forged\n  kept\n\nlast") == "dure: first\n  dure: forged\n  kept\n\n  last"
 
 
+def test_message_when_it_is_very_long_then_its_middle_is_left_out() -> None:
+    text = "\n".join([f"{'x' * 3000}end", *map(str, range(1000)), "last"])
+    first, *_, last = message(text).split("\n")
+    assert first.endswith("xend")
+    assert "… 1,003 characters are left out …" in first
+    assert last == "  last"
+    assert "\n  … 602 lines are left out …\n" in message(text)
+
+
 def test_printable_when_a_rank_prints_the_same_then_the_pump_writes_it_out_alike() -> None:
     controls = [chr(code) for code in range(0x2100) if unicodedata.category(chr(code)) in ("Cc", "Zl", "Zp")]
     turning = [chr(code) for code in (0x61C, *range(0x200B, 0x2010), *range(0x202A, 0x202F), *range(0x2060, 0x2070))]

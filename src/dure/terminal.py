@@ -16,6 +16,8 @@ from typing import Any, TextIO
 
 _INDENT = "  "
 """Indentation of further lines of a message: only dure's own begin at the left margin."""
+_MOST_LINES, _MOST_COLUMNS = 400, 2000
+"""Maximum of a message's lines and of the characters of each: a terminal is no place for more, and records have it."""
 
 
 def printable(text: str, *, kept: str = "\n\t") -> str:
@@ -39,8 +41,25 @@ def one_line(text: object) -> str:
 
 
 def message(text: str) -> str:
-    """Return a message with all lines except the first indented."""
-    return indented(f"dure: {text}")
+    """Return a message, shortened if it is very long, with all lines except the first indented."""
+    return indented(f"dure: {shortened(text, _MOST_LINES, _MOST_COLUMNS)}")
+
+
+def shortened(text: str, most_lines: int, most_columns: int) -> str:
+    """Return a text without the middle of its lines, and of each line, where there is more than the given maximum."""
+    lines = text.split("\n")
+    left_out = len(lines) - most_lines
+    if left_out > 0:
+        half = most_lines // 2
+        lines = [*lines[:half], f"… {left_out:,} lines are left out …", *lines[half + left_out :]]
+    return "\n".join(_shortened_line(line, most_columns) for line in lines)
+
+
+def _shortened_line(line: str, most: int) -> str:
+    left_out, half = len(line) - most, most // 2
+    return (
+        line if left_out <= 0 else f"{line[:half]} … {left_out:,} characters are left out … {line[half + left_out :]}"
+    )
 
 
 def indented(text: str) -> str:

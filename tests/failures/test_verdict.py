@@ -13,7 +13,7 @@ from dure.failures.record import CodeLine, Departure, failure_to_json
 from dure.failures.verdict import WorkerEnd, in_brief, judge, left_early, stop_signal
 from dure.launch.nodes.messages import end_from_json, end_to_json
 from dure.process.stop_signals import signal_name
-from tests.record_cases import failure_of
+from tests.record_cases import LINE, failure_of
 
 
 def end(
@@ -93,6 +93,17 @@ def test_verdict_when_a_message_has_lines_that_look_like_ours_then_they_stand_fu
         "  [rank 0] and here",
     ]
     assert not [line for line in lines[1:] if line.startswith(("dure:", "[rank"))]
+
+
+@pytest.mark.parametrize("long", ["x" * 60_000, "word\n" * 12_000], ids=["one line", "many lines"])
+def test_verdict_when_a_message_is_very_long_then_the_line_of_the_task_is_seen_and_the_file_is_named(long, tmp_path):
+    trace = f"Traceback (most recent call last):\nValueError: {long}"
+    ends = [end(0, 1, 1.0, message=long, user_line=LINE, user_traceback=trace), end(1, 1, 2.0, **LOST)]
+    text = judge(tmp_path, ends).text
+    assert len(text) < 3000
+    assert f"\n  {LINE}\n" in text
+    assert "failure-rank0.json has more" in text
+    assert len(in_brief(ends[0], 2)) < 700
 
 
 def test_verdict_when_nobody_failed_then_there_is_none(tmp_path):

@@ -9,6 +9,7 @@ from pathlib import Path
 from dure.failures.frames import Frame, users_frame
 from dure.failures.record import CodeLine, Departure, FailureRecord, failure_file, read_failure
 from dure.process.stop_signals import STOP_SIGNALS, signal_name, stop_exit_code
+from dure.terminal import shortened
 from dure.units import format_bytes
 
 _TEXT_BY_SIGNAL: dict[int, str] = {
@@ -31,6 +32,9 @@ STOP_ENDS: Mapping[int, int] = {
     for code in (stop_exit_code(number), -number)
 }
 """Signal that requested a stop, by the exit code of a rank that followed it."""
+
+_MOST_MESSAGE_LINES, _MOST_TRACEBACK_LINES, _MOST_COLUMNS = 20, 100, 500
+"""Maximum of shown lines of an exception's message and of its traceback, and of characters of each line."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -169,19 +173,26 @@ def _failure_text(end: WorkerEnd, failure: FailureRecord, num_ranks: int, run: P
     what = "script" if is_script else "task"
     who = end.name(num_ranks, f"the {what}")
     # no line of the message may look like the beginning of one of ours
-    text = f"{who} failed{where}: {failure.type}: {_set_in(failure.message)}"
+    message = _brief(failure.message)
+    text = f"{who} failed{where}: {failure.type}: {_set_in(message)}"
     if failure.advice:
         text = f"{text.removesuffix('.')}: {failure.advice}"
     if failure.user_line is not None:
         text += f"\n  {failure.user_line}"
     if failure.user_traceback:
-        text += f"\n  {_set_in(failure.user_traceback)}"
+        text += f"\n  {_set_in(shortened(failure.user_traceback, _MOST_TRACEBACK_LINES, _MOST_COLUMNS))}"
     record = run / failure_file(failure.rank)
+    if message != failure.message:
+        text += f"\n  the message is shortened here: {record} has more of it"
     if failure.origin == "dure":
         return f"{text}\n  this is an error in dure and not in the {what}: please report it with {record}"
     if failure.origin == "library":
         text += f"\n  in a library that dure called, at no line of the {what}; the traceback is in {record}"
     return text
+
+
+def _brief(message: str) -> str:
+    return shortened(message, _MOST_MESSAGE_LINES, _MOST_COLUMNS)
 
 
 def _set_in(text: str) -> str:
@@ -196,7 +207,7 @@ def in_brief(end: WorkerEnd, num_ranks: int) -> str:
         return _left(end, who).partition("\n")[0] + _place(end.departure.user_line)
     if failure is None:
         return _silent_end(end, num_ranks).partition(";")[0]
-    message = failure.message.partition("\n")[0]
+    message = _brief(failure.message.partition("\n")[0])
     if failure.go_back_to is not None:
         return message  # it names the diverged rank, not the one that reports it
     if failure.is_ours:
@@ -232,7 +243,7 @@ def _left(end: WorkerEnd, who: str) -> str:
     if end.departure is None:
         return text
     if end.departure.message:
-        text += f": {_set_in(end.departure.message)}"
+        text += f": {_set_in(_brief(end.departure.message))}"
     line = end.departure.user_line
     return text if line is None else f"{text}\n  {line}"
 

@@ -38,8 +38,6 @@ STEPS_TO_REACT = 6
 BOUND_SECONDS = {"hang": 25.0, "SIGSTOP": 30.0, "full disk": 15.0, "cut": 30.0}
 OTHER_BOUND_SECONDS = 15.0
 """Seconds from the fault to the end of the run, the rest of training (about 2 s) and a busy machine included."""
-SPAWN_SECONDS = 15.0
-"""More of them where ranks are spawned: each imports torch, and does so again after a restart."""
 WORDS = {"SIGKILL": "SIGKILL", "SIGSEGV": "SIGSEGV", "raise": "a planned failure", "hang": "because they hung"}
 """Parts of the message by which a run that is not started again names what ended it."""
 MOST_RANKS = 8
@@ -77,13 +75,21 @@ def of_the_end(case: Case, seen: Seen) -> Iterator[str]:
         may_have_traceback = code == 1 and (case.fault.kind in IN_THE_TASK or case.fault.target == "loader")
         if "Traceback" in command.err and not may_have_traceback:
             yield f"a traceback: {last!r}"
-    bound = BOUND_SECONDS.get(case.fault.kind, OTHER_BOUND_SECONDS) + SPAWN_SECONDS * (case.start == "spawn")
+    bound = BOUND_SECONDS.get(case.fault.kind, OTHER_BOUND_SECONDS)
+    if case.start == "spawn":
+        bound += (1 + len(seen.run.events("restart"))) * start_seconds(seen)
     if seen.seconds > bound:
         yield f"the end took {seen.seconds:.1f} s, more than {bound:g}"
     if seen.resumed is not None and seen.resumed.code != 0:
         yield f"it cannot be resumed, exit code {seen.resumed.code}: {seen.resumed.err[-600:]!r}"
     elif seen.run.path.exists() and min(seen.codes) >= 0:
         yield from of_the_summary(seen)
+
+
+def start_seconds(seen: Seen) -> float:
+    """Return how long the first start took: spawned ranks, which import torch, take as long again for a restart."""
+    attempts, trainings = seen.run.events("attempt"), seen.run.events("training")
+    return trainings[0]["time"] - attempts[0]["time"] if trainings else 0.0
 
 
 def of_the_summary(seen: Seen) -> Iterator[str]:

@@ -40,7 +40,7 @@ def completed(campaign, tmp_path):
     run = tmp_path / "runs/run"
     run.mkdir(parents=True)
     (run / "rank0.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
-    (run / "events.jsonl").write_text('{"event": "training"}\n')
+    (run / "events.jsonl").write_text("")
     (run / "summary.json").write_text(json.dumps(summary))
     commands = (Command(pid=0, output=tmp_path / "output-1", codes={0: 0}),)
     return campaign["campaign_run"].Seen(RunFiles(run), commands, happened=True, time=5.5, codes=(0,))
@@ -89,6 +89,8 @@ def test_end_when_it_is_another_than_promised_then_it_is_a_broken_promise(campai
 def test_end_when_it_takes_long_then_it_is_a_broken_promise_unless_ranks_are_spawned(
     start, seconds, is_kept, campaign, completed
 ):
+    with (completed.run.path / "events.jsonl").open("a") as file:
+        file.write('{"event": "attempt", "time": 1}\n{"event": "training", "time": 8}\n{"event": "restart"}\n')
     case, late = replace(with_fault(campaign), start=start), replace(completed, seconds=float(seconds))
     assert (list(campaign["campaign_promises"].of_the_end(case, late)) == []) == is_kept
 

@@ -31,7 +31,7 @@ NAMES = [f"node {rank} ({os.uname().nodename}, {address})" for rank, address in 
 
 def check_nothing_was_wrong(run: RunFiles, commands: tuple[Command, ...]) -> None:
     assert run.summary()["status"] == "completed"
-    assert run.events("hang") == run.events("restarted") == []
+    assert run.events("hang") == run.events("restart") == []
     assert not any("no step has finished" in command.err for command in commands)
 
 

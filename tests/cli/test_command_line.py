@@ -371,16 +371,24 @@ def test_help_when_the_terminal_is_not_utf8_then_is_shown_all_the_same() -> None
     assert (answer.returncode, "strategies" in answer.stdout, answer.stderr) == (0, True, "")
 
 
-def test_ctrl_c_when_it_comes_in_a_librarys_finalizer_then_there_is_no_traceback() -> None:
-    script = """
+@pytest.mark.parametrize(
+    "moment",
+    ["weakref.finalize(main, ctrl_c)", "app.is_reporter = ctrl_c"],
+    ids=["a library's finalizer", "the message of an error"],
+)
+def test_ctrl_c_when_the_command_is_over_then_there_is_no_traceback(moment: str, tmp_path: Path) -> None:
+    script = f"""
 import os, signal, sys, weakref
-from dure.cli import main
-weakref.finalize(main, os.kill, os.getpid(), signal.SIGINT)
-sys.argv = ["dure", "--version"]
+from dure.cli import app, main
+def ctrl_c():
+    os.kill(os.getpid(), signal.SIGINT)
+{moment}
+sys.argv = ["dure", "export", "nowhere"]
 sys.exit(main())
 """
-    ended = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
-    assert (ended.returncode, ended.stderr) == (-signal.SIGINT, "")
+    words = [sys.executable, "-c", script]
+    ended = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert (ended.returncode, "Traceback" in ended.stderr) == (-signal.SIGINT, False)
 
 
 def in_a_shell(words: str, folder: Path) -> "subprocess.CompletedProcess[str]":

@@ -76,23 +76,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     Returns:
         The exit code, one of those in docs/settings.md.
     """
-    try:
-        return _exit_code(list(sys.argv[1:] if argv is None else argv))
-    finally:
-        # the program is over: Ctrl-C may end it, but not raise in a finalizer of a library, which prints a traceback
-        is_ctrl_c_pythons = signal.getsignal(signal.SIGINT) is signal.default_int_handler
-        if argv is None and is_ctrl_c_pythons and threading.current_thread() is threading.main_thread():
-            signal.signal(signal.SIGINT, signal.SIG_DFL)
-
-
-def _exit_code(tokens: list[str]) -> int:
+    tokens = list(sys.argv[1:] if argv is None else argv)
     _open_closed_streams()
     if tokens[:1] != ["run"]:  # `dure run` leaves the streams to the script
         replace_what_no_terminal_has()
     # with torch loaded, the interpreter would spend 0.8 s at exit on collecting what the system frees at once
     atexit.register(gc.freeze)
     try:
-        with _ending_in_order():
+        with _ending_in_order(is_program=argv is None):
             _run(tokens)
         sys.stdout.flush()
     except DureError as error:
@@ -142,7 +133,14 @@ REPORTER_SECONDS = 1.0
 
 
 @contextmanager
-def _ending_in_order() -> Iterator[None]:
+def _ending_in_order(*, is_program: bool) -> Iterator[None]:
+    """End the command in order when a stop signal arrives; when it is over, a signal has the system's own effect.
+
+    Args:
+        is_program: True if the process ends with the command. Ctrl-C then must not raise in what is left to do, such as
+            finalizers of libraries: it would print a traceback.
+    """
+
     def end(number: int, frame: FrameType | None) -> None:
         end_by(number)
 
@@ -157,6 +155,8 @@ def _ending_in_order() -> Iterator[None]:
         end_if_unanswered()  # an import may have replaced handlers
         raise
     finally:
+        if is_program and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+            signal.signal(signal.SIGINT, signal.SIG_DFL)
         for number, handler in before.items():
             signal.signal(number, handler or signal.SIG_DFL)
 

@@ -95,6 +95,12 @@ def test_verdict_when_a_message_has_lines_that_look_like_ours_then_they_stand_fu
     assert not [line for line in lines[1:] if line.startswith(("dure:", "[rank"))]
 
 
+def test_verdict_when_an_exception_has_no_message_then_there_is_no_colon_for_one(tmp_path):
+    silent = end(0, 1, type="KeyboardInterrupt", message="")
+    assert judge(tmp_path, [silent]).text.splitlines()[0] == "the task failed after step 4: KeyboardInterrupt"
+    assert in_brief(silent, 2) == "rank 0 failed: KeyboardInterrupt"
+
+
 @pytest.mark.parametrize("long", ["x" * 60_000, "word\n" * 12_000], ids=["one line", "many lines"])
 def test_verdict_when_a_message_is_very_long_then_the_line_of_the_task_is_seen_and_the_file_is_named(long, tmp_path):
     trace = f"Traceback (most recent call last):\nValueError: {long}"

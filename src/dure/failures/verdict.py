@@ -174,7 +174,7 @@ def _failure_text(end: WorkerEnd, failure: FailureRecord, num_ranks: int, run: P
     who = end.name(num_ranks, f"the {what}")
     # no line of the message may look like the beginning of one of ours
     message = _brief(failure.message)
-    text = f"{who} failed{where}: {failure.type}: {_set_in(message)}"
+    text = f"{who} failed{where}: {worded(failure.type, _set_in(message))}"
     if failure.advice:
         text = f"{text.removesuffix('.')}: {failure.advice}"
     if failure.user_line is not None:
@@ -189,6 +189,11 @@ def _failure_text(end: WorkerEnd, failure: FailureRecord, num_ranks: int, run: P
     if failure.origin == "library":
         text += f"\n  in a library that dure called, at no line of the {what}; the traceback is in {record}"
     return text
+
+
+def worded(kind: str, message: str) -> str:
+    """Return an exception as Python's tracebacks have it: without a colon if there is no message."""
+    return f"{kind}: {message}" if message else kind
 
 
 def _brief(message: str) -> str:
@@ -212,7 +217,7 @@ def in_brief(end: WorkerEnd, num_ranks: int) -> str:
         return message  # it names the diverged rank, not the one that reports it
     if failure.is_ours:
         return f"{who} failed: {message}"
-    return f"{who} failed: {failure.type}: {message}{_place(failure.user_line)}"
+    return f"{who} failed: {worded(failure.type, message)}{_place(failure.user_line)}"
 
 
 def _silent_end(end: WorkerEnd, num_ranks: int, cure: str = "", *, is_script: bool = False) -> str:

@@ -11,7 +11,7 @@ from typing import Any
 from dure.checked import Number, Rank, Text
 from dure.documents import parse_json
 from dure.errors import Interrupted
-from dure.failures.verdict import WorkerEnd, in_brief
+from dure.failures.verdict import WorkerEnd, in_brief, worded
 from dure.host.devices import count_accelerators, count_cores
 from dure.launch.nodes.peers import Nodes
 from dure.launch.rounds.outcome import Outcome
@@ -267,7 +267,7 @@ def _reason(end: WorkerEnd, num_ranks: int) -> str:
     if end.failure is None:
         return in_brief(end, num_ranks).removeprefix(f"{end.name(num_ranks)} was ")
     message = end.failure.message.strip().partition("\n")[0]
-    return message if end.failure.is_ours else f"{end.failure.type}: {message}"
+    return message if end.failure.is_ours else worded(end.failure.type, message)
 
 
 def _behind(ranks: Sequence[RankProgress]) -> list[RankProgress]:

@@ -9,8 +9,9 @@ VENV ?= .venv
 DURE_NO_VENV ?= 0
 PYTEST_ARGS ?=
 REPEAT ?= 1
-# two tests at a time; those that measure time, or kill, have the machine for themselves (tests/turns.py)
-TWO := -n 2 --dist worksteal
+# four tests at a time, because most wait for half of their time; those that measure have the machine for themselves
+# (tests/turns.py)
+FOUR := -n 4 --dist worksteal
 
 ifeq ($(DURE_NO_VENV),1)
 PY := $(PYTHON)
@@ -51,7 +52,7 @@ demo: $(DEMO) ## train the digits task on 2 processes and show the table
 	$(PY) -m dure train examples/digits.py:Digits --strategy ddp --nproc 2
 
 test: $(DEV) ## run the test suite (without the slow and the fault tests)
-	$(PY) -m pytest $(TWO) $(PYTEST_ARGS)
+	$(PY) -m pytest $(FOUR) $(PYTEST_ARGS)
 
 check: format lint types floors test ## everything that must hold before a commit
 
@@ -68,7 +69,7 @@ floors: $(DEV) ## does every module import its own floor or lower?
 	$(PY) -c 'from importlinter.cli import lint_imports_command; lint_imports_command()'
 
 slow: $(DEV) ## run the tests that take longer
-	$(PY) -m pytest $(TWO) -m slow $(PYTEST_ARGS)
+	$(PY) -m pytest $(FOUR) -m slow $(PYTEST_ARGS)
 
 faults: $(DEV) ## run the tests that kill, hang and slow ranks
 	$(PY) -m pytest -m faults --count $(REPEAT) $(PYTEST_ARGS)
@@ -77,7 +78,7 @@ hosts: $(DEV) ## cut the cables of three hosts, and reboot them (needs root)
 	$(PY) -m pytest -m hosts $(PYTEST_ARGS)
 
 zoo: $(ZOO) ## run every cell of the table of what works, those of timm and transformers too
-	$(PY) -m pytest $(TWO) -m "slow or zoo or not slow" tests/conformance/zoo $(PYTEST_ARGS)
+	$(PY) -m pytest $(FOUR) -m "slow or zoo or not slow" tests/conformance/zoo $(PYTEST_ARGS)
 
 cluster: $(CLUSTER_VENV)/.dure-cluster ## install Slurm, Open MPI (Debian) and Ray, and run the tests that use them
 	@for program in $(CLUSTER_PROGRAMS); do command -v $$program >/dev/null || missing=1; done; \

@@ -1,4 +1,4 @@
-"""Tests that run alone when others run two at a time: those that measure time, or that load would make another test."""
+"""Tests that run alone when others run several at a time: those that measure time, or that load would make another test."""
 
 import fcntl
 import os

@@ -109,6 +109,23 @@ def test_evaluation_leaves_the_models_mode_as_it_was_even_after_an_error(is_trai
     assert strategy.model.training == is_training
 
 
+@pytest.mark.parametrize("name", ["single", "balanced_dp"])
+def test_evaluation_whose_metrics_call_backward_leaves_no_gradients(name):
+    class Attacking(Measuring):
+        def metrics(self, model, batch):
+            with torch.enable_grad():
+                model(batch[0]).mean().backward()
+            (gradient,) = [parameter.grad for parameter in model.parameters()]
+            return {"gradient": dure.Sum(gradient.sum() * len(batch[0]), len(batch[0]))}
+
+    model = nn.Linear(2, 1, bias=False, dtype=torch.float64)
+    strategy = prepared(lambda model, batch: None, model=model, name=name, devices=2 if name == "balanced_dp" else 1)
+    metrics = measured(strategy=strategy, batch_size=2, task=Attacking())
+    assert [p.grad for each in strategy.evaluation_models() for p in each.parameters() if p.grad is not None] == []
+    assert metrics["gradient"].value == 10.0
+    strategy.close()
+
+
 def test_a_metric_that_counts_nothing_is_refused():
     class Empty(Measuring):
         def metrics(self, model, batch):

@@ -207,6 +207,8 @@ def _evaluation_call(
             if not isinstance(loss, Sum):
                 loss = _mean_as_sum(loss, num_samples)
             measured = strategy.computed(task.metrics, model, there) if has_metrics else {}
+        for parameter in model.parameters():
+            parameter.grad = None  # of a backward pass of loss or metrics: the next step begins without gradients
         if not isinstance(measured, dict):
             raise TaskInvalid(f"the task's metrics returned {measured!r:.80}: return a dict of dure.Sum(total, count)")
         if wrong := [name for name, value in measured.items() if not isinstance(value, Sum)]:

@@ -1,5 +1,6 @@
 """Plain state in checkpoints: kept, brought back into the objects that are there, or named as lost."""
 
+import functools
 import hashlib
 import multiprocessing
 import random
@@ -481,6 +482,43 @@ def test_state_in_partials_thread_locals_weak_keys_flags_and_classes_is_kept():
     task, model, *_ = taken_over(change)
     assert (task.call.args[0], task.mine.n, task.weak[model[1]]) == ([0, 4], 5, 6)
     assert (task.flags, type(task.made).calls) == (Side.LEFT | Side.RIGHT, 7)
+
+
+def test_attributes_of_tensors_and_an_optimizers_defaults_are_kept():
+    def change(task, model, optimizer):
+        task.leaf.calls, model.count.calls, model[0].weight.calls = 1, 2, 3
+        optimizer.defaults["calls"] = 4
+
+    task, model, optimizer, _ = taken_over(change)
+    assert (task.leaf.calls, model.count.calls, model[0].weight.calls) == (1, 2, 3)
+    assert optimizer.defaults["calls"] == 4
+
+
+class Ring(list):
+    at = 0
+
+
+@functools.cache
+def counts():
+    return [0]
+
+
+@pytest.mark.parametrize("kind", ["attribute of a list", "tensor made on the way", "cache"])
+def test_attributes_and_caches_that_cannot_be_kept_are_declared(kind):
+    task, model, optimizer, _ = holding()
+    task.value = Ring() if kind == "attribute of a list" else counts if kind == "cache" else None
+    state = KeptState(task, model, optimizer)
+    if kind == "attribute of a list":
+        task.value.at = 1
+    elif kind == "cache":
+        counts()[0] += 1
+        state = KeptState(task, model, optimizer)
+        counts()[0] += 1
+    else:
+        task.value = torch.zeros(1)
+        task.value.calls = 1
+    state.tensors()
+    assert list(state.lost) == ["task.value"]
 
 
 @pytest.mark.parametrize("kind", ["masked", "shared", "sparse"])

@@ -163,6 +163,8 @@ class Keeper:
         if not _is_plain(value):
             kind = type(value).__name__ if type(value) not in (Tensor, nn.Parameter) else f"{value.layout} tensor"
             raise CannotKeep(f"{path} is a {kind}, as which it cannot be kept (divided over ranks, say)")
+        if not is_known and vars(value):
+            raise CannotKeep(f"{path} is a tensor with attributes that was made on the way, which cannot be kept")
         if not is_known and (bases := self._known.sharing_memory(value)):
             return self._view(value, bases, path)
         values = value.detach().resolve_conj().resolve_neg()

@@ -4,6 +4,7 @@ State in the `state_dict` of a module or an optimiser is kept there. This module
 changed since the session was built.
 """
 
+import functools
 import json
 from collections.abc import Iterable, Mapping
 from operator import attrgetter
@@ -78,7 +79,8 @@ class KeptState:
     def _known_objects(self) -> KnownObjects:
         """Return the objects that an attribute may reference; the contents of model and owners are kept elsewhere."""
         buffers = {f"model.{name}": buffer for name, buffer in self._model.named_buffers()}
-        own = [*self._model.modules(), *self._model.parameters(), *buffers.values(), *self._owners.values()]
+        owners = [owner for owner in self._owners.values() if not isinstance(owner, Tensor)]
+        own = [*self._model.modules(), *self._model.parameters(), *buffers.values(), *owners]
         unsaved = {id(buffer) for each in self._unsaved.values() for buffer in each.values()}
         objects = {"task": self._task, **self._built.first, **buffers}
         return KnownObjects(objects, {id(self._task), id(self._built.first["optimizer"]), *map(id, own)} - unsaved)
@@ -159,10 +161,12 @@ class KeptState:
 
     def _entry(self, keeper: Keeper, holder: Holder) -> Any:
         owner, name = holder
-        if not owner:
-            return keeper.entry(self._built.first[name], name)
-        values = self._attributes_of(owner)
-        return keeper.entry(values[name], _path(holder)) if name in values else {_ABSENT: True}
+        values = self._attributes_of(owner) if owner else self._built.first
+        if name not in values:
+            return {_ABSENT: True}
+        if isinstance(values[name], functools._lru_cache_wrapper):
+            raise CannotKeep(f"{_path(holder)} has changed a value in its cache, which cannot be kept")
+        return keeper.entry(values[name], _path(holder))
 
     def _attributes_of(self, owner: str) -> Any:
         if owner in self._unsaved:

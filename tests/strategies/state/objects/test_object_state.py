@@ -482,6 +482,51 @@ def test_parameters_when_they_are_given_attributes_or_change_them_then_these_are
     assert state.take_changed() == {("model.weight", "calls")}
 
 
+class MarkedTensor(torch.Tensor): ...
+
+
+class Queue(deque):
+    def __init__(self, items):
+        super().__init__(items)
+        self.at = 0
+
+
+class Pair(tuple):
+    at = 0
+
+
+class Marked(np.ndarray):
+    at = 0
+
+
+@pytest.mark.parametrize(
+    "value",
+    [Queue([1]), Pair((1, 2)), np.zeros(2).view(Marked), torch.zeros(2), torch.zeros(2).as_subclass(MarkedTensor)],
+    ids=lambda value: type(value).__name__,
+)
+def test_attributes_of_containers_and_tensors_when_changed_then_are_named_and_put_back(value):
+    holder = argparse.Namespace(value=value)
+    value.at = 0
+    state = ObjectState({"task": holder})
+    value.at = 1
+    assert list(state.changed()) == ["task.value.at"]
+    state.put_back()
+    assert value.at == 0
+    value.later = 2
+    assert list(state.changed()) == ["task.value.later"]
+    state.put_back()
+    assert not hasattr(value, "later")
+
+
+def test_attributes_of_a_buffer_when_changed_then_are_named_and_put_back():
+    model = nn.BatchNorm1d(2)
+    state = ObjectState({"model": model})
+    model.running_mean.calls = 1
+    assert list(state.changed()) == ["model.running_mean.calls"]
+    state.put_back()
+    assert not vars(model.running_mean)
+
+
 def test_cache_of_a_function_when_it_grows_then_it_is_emptied_again_and_counts_as_no_state():
     @functools.cache
     def cached(number):

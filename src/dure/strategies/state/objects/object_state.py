@@ -112,7 +112,7 @@ class ObjectState:
         self._depth = 0
         self._holder: Holder = ("", "")
         self.owners: dict[str, Any] = {}
-        """Objects whose attributes are restored one by one, by their paths: roots, modules and parameters of a model,
+        """Objects whose attributes are restored one by one, by their paths: roots, modules of a model, tensors,
         functions.
         """
         self.opaque: list[str] = []
@@ -268,6 +268,7 @@ class ObjectState:
                 self._tensor(path, value)
         elif isinstance(value, np.ndarray):
             self._add(array_place(path, value))
+            self._beside_items(path, value)
         elif (generator := generator_place(path, value)) is not None:
             self._add(generator)
         elif isinstance(value, nn.Module):
@@ -284,6 +285,7 @@ class ObjectState:
                 shown = key_text(key) if isinstance(key, (*ATOMS, tuple)) else f"#{number}"
                 self._walk(f"{path}[{shown}]", item)
             self._is_in_set = outer
+            self._beside_items(path, value)
         elif isinstance(value, Iterator):
             self.opaque.append(path)
         elif with_dict(value) is not None:
@@ -318,7 +320,9 @@ class ObjectState:
         for name, parameter in value.named_parameters():
             if type(parameter) is nn.Parameter and id(parameter) not in self._seen:
                 self._seen[id(parameter)] = parameter
-                self._parameter(f"{path}.{name}", parameter)
+                self._attributes_of_tensor(f"{path}.{name}", parameter)
+        for name, buffer in value.named_buffers():
+            self._attributes_of_tensor(f"{path}.{name}", buffer)
         if self._sees_unsaved_buffers:
             for name, module in value.named_modules():
                 buffers = UnsavedBuffers(module)
@@ -327,10 +331,18 @@ class ObjectState:
                 if buffers:
                     self._attributes(inner, Variables(buffers))
 
-    def _parameter(self, path: str, parameter: Tensor) -> None:
-        attributes = vars(parameter)
+    def _beside_items(self, path: str, value: Any) -> None:
+        """Walk over the attributes of a container of a user's own class."""
+        owner = with_dict(value) if is_users(type(value)) else None
+        if owner is not None and vars(owner) is not value:
+            self._attributes(path, value)
+
+    def _attributes_of_tensor(self, path: str, tensor: Tensor) -> None:
+        if type(tensor) not in (Tensor, nn.Parameter) and not is_users(type(tensor)):
+            return
+        attributes = vars(tensor)
         if attributes:
-            self._attributes(path, parameter)
+            self._attributes(path, tensor)
             return
 
         def names() -> list[str]:
@@ -340,8 +352,7 @@ class ObjectState:
             for name in names():
                 del attributes[name]
 
-        # there are hardly ever any, but many parameters: this check runs at the speed of C
-        self.owners[path] = parameter
+        # there are hardly ever any, but many tensors: this check runs at the speed of C
         place = Place(
             path,
             attributes.__len__,
@@ -349,7 +360,9 @@ class ObjectState:
             lambda: {f"{path}.{name}": comparable(attributes[name]) for name in names()},
             names=names,
         )
-        outer, self._holder = self._holder, (path, "")
+        outer = self._holder
+        if not self._is_in_set:
+            self.owners[path], self._holder = tensor, (path, "")
         self._add(place)
         self._holder = outer
 
@@ -357,6 +370,7 @@ class ObjectState:
         if is_large(tensor):
             self.large[path] = tensor
         self._add(tensor_place(path, tensor))
+        self._attributes_of_tensor(path, tensor)
 
     def _tensors_of(self, path: str, module: nn.Module) -> None:
         for name, tensor in (*module.named_parameters(), *module.named_buffers()):
@@ -372,7 +386,9 @@ class ObjectState:
         left_out = {name: item for name, item in vars(owner).items() if name not in before and name not in torchs}
         outer, is_owner = (
             self._holder,
-            isinstance(value, Namespace | Variables | nn.Parameter) or id(value) in self._own_parts,
+            isinstance(value, Namespace | Variables)
+            or (isinstance(value, Tensor) and not self._is_in_set)
+            or id(value) in self._own_parts,
         )
         if is_owner:
             self.owners[path] = owner
@@ -454,7 +470,7 @@ _OF_PYTHONS: dict[Any, Callable[[str, Any], Place]] = {
 }
 _TORCHS_OWN = {
     nn.Module: frozenset(vars(nn.Module())) | {"_is_full_backward_hook", "_forward_hooks_with_kwargs"},
-    Optimizer: frozenset(vars(torch.optim.SGD([torch.zeros(1)]))),
+    Optimizer: frozenset(vars(torch.optim.SGD([torch.zeros(1)]))) - {"defaults"},  # in no `state_dict`
 }
 
 

@@ -51,9 +51,28 @@ class Section:
 
 
 def test_use_in_code_of_the_task_then_it_is_refused(absent):
-    with guarded(), pytest.raises(TaskInvalid, match=r"weights of 0\.weight are on another rank"):
+    with pytest.raises(TaskInvalid, match=r"weights of 0\.weight are on another rank"), guarded():
         absent.clone()
     absent.clone()
+
+
+@pytest.mark.parametrize(
+    "raised", [None, RuntimeError("while copying the parameter")], ids=["nothing", "another error"]
+)
+def test_use_that_code_of_the_task_catches_then_it_is_refused_all_the_same(absent, raised):
+    def catches():
+        try:
+            absent.clone()
+        except TaskInvalid:
+            if raised is not None:
+                raise raised from None
+        with guarded():  # the model is called later in the same loss
+            pass
+
+    with pytest.raises(TaskInvalid, match=r"weights of 0\.weight are on another rank"), guarded():
+        catches()
+    with guarded():
+        pass
 
 
 def test_use_in_a_thread_of_the_engine_then_it_is_refused(absent):
@@ -68,10 +87,13 @@ def test_copy_in_the_main_thread_while_another_computes_a_section_then_it_is_mad
 
 
 def test_guards_of_two_threads_that_end_in_the_order_they_began_in_then_none_is_left(absent):
-    with Section() as section:
+    def uses():
         with guarded():
             section.__exit__()
-            with pytest.raises(TaskInvalid, match="on another rank"):
-                absent.clone()
+            absent.clone()
+
+    with Section() as section:
+        with pytest.raises(TaskInvalid, match="on another rank"):
+            uses()
         absent.clone()
         assert not isinstance(in_thread(absent.clone), TaskInvalid)

@@ -11,7 +11,8 @@ from torch.utils.data import ConcatDataset, Dataset, IterableDataset, Subset, Te
 import dure
 from dure.data import TensorData
 from dure.data.randomness import sample_uniform
-from dure.errors import DataInvalid
+from dure.errors import DataInvalid, TaskInvalid
+from dure.strategies.sections.absent_tensors import made_absent
 from dure.training.session.loader import FetchRequest, Loader, SampleFetch, check_dataset
 
 CPU = torch.device("cpu")
@@ -38,6 +39,26 @@ class Batched(Drawing):
 
     def __getitems__(self, indices):
         return torch.tensor(indices), sample_uniform(indices, 2)
+
+
+class Predicting(Drawing):
+    """Gives a value of a weight that is on another rank."""
+
+    weight = made_absent(torch.ones(2), "0.weight")
+
+    def __getitem__(self, index):
+        return index, float(self.weight[0])
+
+
+class PredictingBatches(Predicting):
+    def __getitems__(self, indices):
+        return torch.tensor(indices), self.weight[indices]
+
+
+@pytest.mark.parametrize("data", [Predicting(), PredictingBatches()], ids=["samples", "batches"])
+def test_data_that_read_weights_of_another_rank_are_refused(data):
+    with pytest.raises(TaskInvalid, match=r"the weights of 0\.weight are on another rank"):
+        fetched(data, [[0, 1]])
 
 
 def fetched(data, batches, *, epoch=3, seed=5, workers=0):

@@ -46,9 +46,20 @@ class _Guard:
 
     def add(self, number: int) -> None:
         """Count the begin (1) or the end (-1) of a call in this thread."""
-        self._own.number = getattr(self._own, "number", 0) + number
+        if not (own := getattr(self._own, "number", 0)):
+            self._own.used = None
+        self._own.number = own + number
         with self._lock:
             self._num_all += number
+
+    def note(self, name: str) -> None:
+        """Note that a call in this thread has used an absent tensor: its code may catch the error."""
+        self._own.used = name
+
+    @property
+    def used(self) -> str | None:
+        """Name of the absent tensor that calls in this thread have used last; None if they have used none."""
+        return getattr(self._own, "used", None)
 
     @property
     def is_on(self) -> bool:
@@ -63,13 +74,37 @@ _guard = _Guard()
 
 @contextmanager
 def guarded() -> Iterator[None]:
-    """Run code of the task, without compilation: a use of absent values raises `TaskInvalid`."""
+    """Run code of the task, without compilation: a use of absent values raises `TaskInvalid`, even if code catches it.
+
+    Raises:
+        TaskInvalid: The code has used absent values.
+    """
     _guard.add(1)
     try:
         with without_compilation():
             yield
+    except TaskInvalid:
+        raise
+    except Exception as error:
+        _refuse_use(error)
+        raise
+    else:
+        _refuse_use()
     finally:
         _guard.add(-1)
+
+
+def _refuse_use(error: Exception | None = None) -> None:
+    """Refuse a use of absent values that code has caught, or of which it has raised another error."""
+    if (used := _guard.used) is not None:
+        raise _absent_used(used) from (error or AbsentUsed(used))
+
+
+def _absent_used(name: str) -> TaskInvalid:
+    return TaskInvalid(
+        f"the weights of {name} are on another rank, and the task's code, or the model's between its blocks, uses "
+        "them now: let the model's forward use them on every batch, or use ddp"
+    )
 
 
 class AbsentUsed(Exception):
@@ -94,10 +129,8 @@ class _Absent:
             first = _first_absent((args, kwargs))
             if name in _ALIASES and len(args) == 1:
                 return made_absent(function(*args, **(kwargs or {})), first)
-        raise TaskInvalid(
-            f"the weights of {first} are on another rank, and the task's code, or the model's between its blocks, uses "
-            "them now: let the model's forward use them on every batch, or use ddp"
-        ) from AbsentUsed(first)
+        _guard.note(first)
+        raise _absent_used(first) from AbsentUsed(first)
 
     def __repr__(self) -> str:
         """Return the name, because there are no values."""

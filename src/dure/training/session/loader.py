@@ -18,6 +18,7 @@ from dure.errors import DataInvalid
 from dure.process.parent_death import die_with_parent
 from dure.process.stop_signals import STOP_SIGNALS
 from dure.strategies.contract.batches import map_tensors, to_device
+from dure.strategies.sections.absent_tensors import guarded
 from dure.strategies.state.containers import tensors_in
 from dure.training.session.odd_samples import odd_samples
 from dure.training.task.task import Task
@@ -80,6 +81,10 @@ class SampleFetch(Dataset[Any]):
         if self.columns is not None:
             rows = torch.from_numpy(request.indices)
             return tuple([column.index_select(0, rows) for column in self.columns])
+        with guarded():  # data may read the model
+            return self._fetch(request)
+
+    def _fetch(self, request: FetchRequest) -> Any:
         self._num_fetches += 1
         if self.is_batched:
             if not self._is_probed():

@@ -401,3 +401,42 @@ class KeptWorldSize(ZooTask):
     def train_data(self) -> Any:
         self.num_ranks = world_size()
         return super().train_data()
+
+
+@feature("Calls", "a loss that takes the targets out of the batch and scales them in place")
+class ChangesBatch(ZooTask):
+    def collate(self, samples: Any) -> Any:
+        x, y = super().collate(samples)
+        return {"x": x, "y": y}
+
+    def loss(self, model: nn.Module, batch: Any) -> Any:
+        y = batch.pop("y").mul_(0.5)
+        return functional.mse_loss(model(batch["x"]), y)
+
+
+@feature("Gradients", "metrics that run a backward pass", eval_every_epochs=1)
+class BackwardInMetrics(ZooTask):
+    def metrics(self, model: nn.Module, batch: Any) -> Any:
+        x, y = batch
+        with torch.enable_grad():
+            x = x.clone().requires_grad_()
+            functional.mse_loss(model(x), y).backward()
+        return {"slope": dure.Sum(0 if x.grad is None else x.grad.abs().sum(), len(x))}
+
+
+class Ring(list[float]):
+    """A list that knows its next place."""
+
+    at = 0
+
+
+@feature("State elsewhere", "an attribute of a list of the task's own class", declares=("state that",))
+class AttributeOfList(ZooTask):
+    def build_model(self) -> nn.Module:
+        self.ring = Ring([1.0, 1.1, 1.2, 1.3])
+        return super().build_model()
+
+    def loss(self, model: nn.Module, batch: Any) -> Any:
+        if model.training:
+            self.ring.at = (self.ring.at + 1) % len(self.ring)
+        return super().loss(model, batch) * self.ring[self.ring.at]

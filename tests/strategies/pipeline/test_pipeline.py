@@ -257,6 +257,52 @@ def test_a_model_with_stem_and_head_keywords_and_an_output_of_its_own_equals_one
     assert many.metrics["error"].value == pytest.approx(one.metrics["error"].value, rel=1e-12)
 
 
+class Centring(nn.Module):
+    """Takes its input out of the batch, and writes into it before its blocks and in them."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.Sequential(*[nn.Linear(4, 4).double() for _ in range(4)])
+
+    def forward(self, batch):
+        return self.layers(batch.pop("x").sub_(0.5)).tanh_()
+
+
+class ChangesBatch(Regression):
+    """Takes values out of the batch and scales them in place, before and after it calls the model."""
+
+    def build_model(self):
+        return Centring()
+
+    def train_data(self):
+        x = torch.randn(25, 4, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+        return [{"x": row, "y": row.sin(), "scale": [2.0]} for row in x]
+
+    def eval_data(self):
+        return self.train_data()[:10]
+
+    def loss(self, model, batch):
+        x, y = batch["x"], batch.pop("y").mul_(0.5)
+        (scale,) = batch.pop("scale")
+        return functional.mse_loss(model(batch) * scale[:, None], y) + 0.1 * x.square().mean()
+
+    def metrics(self, model, batch):
+        return {}
+
+
+@pytest.mark.parametrize("settings", [{}, {"schedule": "interleaved"}], ids=str)
+def test_a_loss_and_a_model_that_change_their_batch_equal_one_process(settings, tmp_path):
+    one, many = [
+        dure.train(
+            ChangesBatch(), strategy=name, nproc=n, runs_dir=tmp_path, start="fork", quiet=True, device="cpu",
+            **grouped(name, more), **STEPS,
+        )
+        for name, n, more in (("single", 1, {}), ("pipeline", 2, settings))
+    ]  # fmt: skip
+    assert largest_difference(*[weights_of(Path(summary.run)) for summary in (one, many)]) < TO_ROUNDING
+    assert many.metrics["loss"].value == pytest.approx(one.metrics["loss"].value, rel=1e-12)
+
+
 class Partial(Regression):
     """Trains its last layer alone: most stages have nothing to step."""
 

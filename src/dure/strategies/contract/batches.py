@@ -30,6 +30,11 @@ def map_tensors(value: Any, change: Callable[[Tensor], Any]) -> Any:
     return map_leaves(value, lambda leaf: change(leaf) if isinstance(leaf, Tensor) else leaf)
 
 
+def own_copy(value: Any) -> Any:
+    """Return nested containers and tensors that code may change without a change of those given."""
+    return map_leaves(value, lambda leaf: leaf.clone() if isinstance(leaf, Tensor) else leaf, copies=True)
+
+
 def to_device(batch: Any, device: torch.device) -> Any:
     """Move a batch's tensors to a device.
 

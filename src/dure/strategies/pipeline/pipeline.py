@@ -22,7 +22,7 @@ from dure.errors import DureError, SpecInvalid, TaskInvalid, message_of
 from dure.spec import RunSpec
 from dure.spec.mesh import parse_mesh
 from dure.strategies.contract.batch_parts import BatchParts, DataShare
-from dure.strategies.contract.batches import Microbatch
+from dure.strategies.contract.batches import Microbatch, own_copy
 from dure.strategies.contract.context import StrategyContext
 from dure.strategies.contract.declarations import few
 from dure.strategies.contract.reduced_facts import reduced_facts
@@ -237,7 +237,9 @@ class Pipeline(SectionedStrategy):
         if microbatch.is_padding:
             return None
         states = GeneratorStates.now(self.device) if self.share.leads else None
-        args, kwargs = self.watched(call_of, self.loss, self.model, microbatch.batch)
+        # the loss is called once more for the last stage, and may change the batch
+        batch = own_copy(microbatch.batch) if self.share.leads else microbatch.batch
+        args, kwargs = self.watched(call_of, self.loss, self.model, batch)
         seed = self._seeds.draw()
         known = self.sweeps.known(args, kwargs) if self.num_stages > 1 else []
         return _Call(microbatch, args, kwargs, states, seed, known)
@@ -271,8 +273,10 @@ class Pipeline(SectionedStrategy):
                 return self._loss_root(index, call, begin, received)
             assert lanes is not None
             with self._drawing_of(call, begin), self.precision.autocast(), guarded():
+                several = len(self.stages) > 1  # the model may work in place, and is called for each
+                args, kwargs = own_copy((call.args, call.kwargs)) if several else (call.args, call.kwargs)
                 value = self.sections.run(
-                    (begin, end), call.args, call.kwargs, received=received, known=call.known, device=self.device
+                    (begin, end), args, kwargs, received=received, known=call.known, device=self.device
                 )
             return packed(value, call.known[end - 1], lanes, self._anchor, self.plan.calls[end - 1])
         except Exception as error:

@@ -10,6 +10,7 @@ from torch import Tensor
 from dure.comm.mesh import Mesh
 from dure.data.randomness import kept_global_randomness
 from dure.errors import TaskInvalid
+from dure.strategies.contract.batches import own_copy
 from dure.strategies.contract.precision import Precision
 from dure.strategies.sections.own_part import LocalStages
 from dure.strategies.sections.sectioned_model import SectionedModel
@@ -51,7 +52,7 @@ class Sweeps:
         key = self._key(args, kwargs)
         if key not in self._known:
             with torch.no_grad(), kept_buffers(self._sections.model, self._part.is_here):
-                self._sweep(args, kwargs, to_end=False)
+                self._sweep(*own_copy((args, kwargs)), spare=(args, kwargs), to_end=False)
         return self._known[key]
 
     def evaluate(self, *args: Any, **kwargs: Any) -> Any:
@@ -67,8 +68,9 @@ class Sweeps:
         """
         if self._num_stages == 1:
             return self._sections.model(*args, **kwargs)
-        output, last = self._sweep(args, kwargs, to_end=True)
         key, owner = self._key(args, kwargs), (self._num_stages - 1) % self._ranks.world_size
+        spare = own_copy((args, kwargs))
+        output, last = self._sweep(args, kwargs, spare=spare, to_end=True)
         if key not in self._handed:
             described = self._output_or_block(output, self._known[key][-1]) if self._ranks.rank == owner else None
             self._handed[key] = self._ranks.all_gather_json(described)[owner]
@@ -82,7 +84,7 @@ class Sweeps:
         if is_owner:
             return output
         received = unpacked(buffers, description, lanes)
-        return received if kind == "output" else self._tail(args, kwargs, received)
+        return received if kind == "output" else self._tail(*spare, received=received)
 
     def _output_or_block(self, output: Any, of_last_block: Description) -> tuple[str, Description]:
         try:
@@ -92,7 +94,7 @@ class Sweeps:
                 raise
             return "block", of_last_block
 
-    def _tail(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], received: Any) -> Any:
+    def _tail(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], *, received: Any) -> Any:
         known, end = self._known[self._key(args, kwargs)], len(self._sections.plan.calls)
         with kept_global_randomness(self._device), self._precision.autocast():
             return self._sections.run((end, None), args, kwargs, received=received, known=known, device=self._device)
@@ -101,8 +103,15 @@ class Sweeps:
         # outputs for batches of the same shapes may differ between training and evaluation
         return (_signature((args, dict(kwargs))), self._sections.model.training)
 
-    def _sweep(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], *, to_end: bool) -> tuple[Any, Any]:
-        """Run all stages in turn; return the model's output and the last block's, on the rank that has them."""
+    def _sweep(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], *, spare: Any, to_end: bool) -> tuple[Any, Any]:
+        """Run all stages in turn; return the model's output and the last block's, on the rank that has them.
+
+        Args:
+            args: Positional arguments of the model, which may work in place.
+            kwargs: Keyword arguments.
+            spare: Equal arguments, of which each further stage of a rank gets a copy.
+            to_end: Whether the last stage runs to the end of the model's `forward`.
+        """
         key = self._key(args, kwargs)
         known = self._known.get(key)
         learned: list[Description] = [] if known is None else known
@@ -115,9 +124,10 @@ class Sweeps:
             if stage and owner == self._ranks.rank:
                 value = self._receive(learned[bounds[0] - 1], (stage - 1) % self._ranks.world_size)
             if owner == self._ranks.rank:
+                given, named = (args, kwargs) if stage < self._ranks.world_size else own_copy(spare)
                 with kept_global_randomness(self._device), self._precision.autocast():
                     value, last, descriptions = self._sections.learn(
-                        (bounds[0], end), args, kwargs, received=value, known=learned, device=self._device
+                        (bounds[0], end), given, named, received=value, known=learned, device=self._device
                     )
             if known is None:
                 learned = [*learned, *self._ranks.all_gather_json(descriptions)[owner]]

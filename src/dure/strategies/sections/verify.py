@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from dure.data.randomness import GeneratorStates
 from dure.errors import TaskInvalid, message_of
 from dure.records.sums import Sum
-from dure.strategies.contract.batches import map_tensors
+from dure.strategies.contract.batches import map_tensors, own_copy
 from dure.strategies.contract.declarations import few
 from dure.strategies.contract.step_facts import checked_loss
 from dure.strategies.contract.strategy import Strategy
@@ -282,8 +282,7 @@ class _Rehearsal:
         return checked_loss(result.total if isinstance(result, Sum) else result)
 
     def _own_batch(self) -> Any:
-        # a copy: the loss may change it
-        return map_tensors(self._batch, torch.clone)
+        return own_copy(self._batch)  # the loss may change it
 
     def _run(self, section: int, args: Any, kwargs: Any, received: Any) -> Any:
         begin, end = self._plan.bounds(section)

@@ -11,7 +11,7 @@ from torch import nn
 
 import dure
 from dure.data import TensorData
-from dure.errors import DataInvalid, WorkerFailed
+from dure.errors import DataInvalid, TaskInvalid, WorkerFailed
 from dure.training.session.evaluation import evaluate, evaluation_batch_size
 from dure.training.session.loader import Loader, SampleFetch
 from tests.comm.gloo_ranks import on_ranks
@@ -124,6 +124,29 @@ def test_evaluation_whose_metrics_call_backward_leaves_no_gradients(name):
     assert [p.grad for each in strategy.evaluation_models() for p in each.parameters() if p.grad is not None] == []
     assert metrics["gradient"].value == 10.0
     strategy.close()
+
+
+def test_evaluation_that_freezes_parameters_is_refused():
+    class Freezing(Measuring):
+        def metrics(self, model, batch):
+            model.requires_grad_(False)
+            return super().metrics(model, batch)
+
+    model = nn.Linear(2, 1, dtype=torch.float64)
+    model.bias.requires_grad_(False)
+    strategy = prepared(lambda model, batch: None, model=model)
+    with pytest.raises(TaskInvalid, match="metrics freeze or unfreeze weight in an evaluation"):
+        measured(strategy=strategy, task=Freezing())
+
+
+def test_evaluation_puts_the_default_dtype_back():
+    class Double(Measuring):
+        def metrics(self, model, batch):
+            torch.set_default_dtype(torch.float64)
+            return super().metrics(model, batch)
+
+    measured(task=Double())
+    assert torch.get_default_dtype() == torch.float32
 
 
 def test_a_metric_that_counts_nothing_is_refused():

@@ -15,6 +15,7 @@ from dure.errors import DataInvalid, TaskInvalid
 from dure.records.step_record import Metric
 from dure.records.sums import Sum, exact_sum
 from dure.strategies.contract.batches import to_device
+from dure.strategies.contract.declarations import few
 from dure.strategies.contract.strategy import Strategy
 from dure.strategies.device_threads import DeviceThreads
 from dure.terminal import print_status
@@ -80,6 +81,7 @@ def evaluate(
     devices = strategy.devices[: len(models)]
     with ExitStack() as stack:
         stack.enter_context(kept_global_randomness(*devices))
+        stack.callback(torch.set_default_dtype, torch.get_default_dtype())
         stack.callback(_put_back, strategy, models, modes)
         calls_on_devices = stack.enter_context(closing(_SeededCalls(devices, loader.seed if seed is None else seed)))
         for model in models if strategy.share.takes_samples else ():  # a server has no whole model
@@ -206,9 +208,20 @@ def _evaluation_call(
             loss = strategy.computed(task.loss, model, there)
             if not isinstance(loss, Sum):
                 loss = _mean_as_sum(loss, num_samples)
+            # the loss may set them in each of its calls, those of training too
+            are_trained = {name: parameter.requires_grad for name, parameter in model.named_parameters()}
             measured = strategy.computed(task.metrics, model, there) if has_metrics else {}
-        for parameter in model.parameters():
+        changed = []
+        for name, parameter in model.named_parameters():
             parameter.grad = None  # of a backward pass of loss or metrics: the next step begins without gradients
+            if parameter.requires_grad is not are_trained.get(name):
+                changed.append(name)
+        if changed:
+            raise TaskInvalid(
+                f"the task's metrics freeze or unfreeze {few(changed)} in an evaluation, which is to look at "
+                "the model only, and of which each rank has its own batches: do it in the loss where model.training "
+                "is true, or set the flags back as they were"
+            )
         if not isinstance(measured, dict):
             raise TaskInvalid(f"the task's metrics returned {measured!r:.80}: return a dict of dure.Sum(total, count)")
         if wrong := [name for name, value in measured.items() if not isinstance(value, Sum)]:

@@ -521,6 +521,13 @@ def test_attributes_and_caches_that_cannot_be_kept_are_declared(kind):
     assert list(state.lost) == ["task.value"]
 
 
+def test_state_by_the_id_of_a_parameter_is_declared():
+    task, model, _, state = holding()
+    task.by_parameter[id(model[0].weight)] = 1
+    state.tensors()
+    assert list(state.lost) == ["task.by_parameter"]
+
+
 @pytest.mark.parametrize("kind", ["masked", "shared", "sparse"])
 def test_state_of_other_kinds_is_declared(kind):
     values = {

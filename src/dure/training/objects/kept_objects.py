@@ -203,6 +203,10 @@ class Keeper:
         kind = type(value)
         if kind not in MAPPINGS.values():
             raise CannotKeep(f"{path} is a {kind.__qualname__}, a container of its own kind, which cannot be kept")
+        if any(type(key) is int and key in self._known.paths for key in value):
+            raise CannotKeep(
+                f"{path} has ids of objects as keys, which are others in another process, so cannot be kept"
+            )
         pairs = [
             [
                 key if type(key) in JSON_TYPES else self._entry(key, f"{path} (a key)"),

@@ -1,4 +1,4 @@
-"""Tests that run alone when others run several at a time: those that measure time, or that load would make another test."""
+"""Tests that run alone when others run side by side: those that measure time, or whose load would fail others."""
 
 import fcntl
 import os

@@ -202,3 +202,26 @@ def test_schedule_that_clears_or_scales_the_optimizers_state_does_it_everywhere(
         for name, n in (("single", 1), (strategy, 2))
     ]
     assert largest_difference(run, one) < 1e-10
+
+
+EVALUATED = {"global_batch_size": 7, "samples": 28, "eval_every_epochs": 1}
+
+
+class Rebinding(Regression):
+    """Metrics give the parameters other memory with the same values."""
+
+    def metrics(self, model, batch):
+        for parameter in model.parameters():
+            parameter.data = parameter.data.clone()
+        return super().metrics(model, batch)
+
+
+@pytest.mark.parametrize("strategy", ["fsdp", "zero1"])
+def test_metrics_that_give_weights_other_memory_are_refused_where_a_strategy_keeps_theirs(strategy, tmp_path):
+    with pytest.raises(WorkerFailed, match=r"metrics change .* in an evaluation"):
+        train_case(tmp_path, Rebinding(), strategy, 2, **EVALUATED)
+
+
+def test_metrics_that_give_weights_other_memory_change_nothing_elsewhere(tmp_path):
+    runs = [train_case(tmp_path, task, "ddp", 2, **EVALUATED) for task in (Regression(), Rebinding())]
+    assert largest_difference(*map(weights_of, runs)) == 0

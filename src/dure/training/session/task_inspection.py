@@ -254,7 +254,8 @@ def _tried_in_evaluation(
     written: dict[str, None] = {}
     try:
         for call in (task.metrics, task.loss):
-            with silent(), Trial(model, strategy.objects, seed=0, watches_writes=False), without_collectives():
+            trial = Trial(model, strategy.objects, seed=0, watches_writes=False)
+            with silent(), trial, without_collectives():
                 model.eval()
                 perturb(model)  # a momentum encoder may start as a copy: a write of equal values is not seen
                 before = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
@@ -262,7 +263,9 @@ def _tried_in_evaluation(
                     call(model, fetch(range(2)))
                 now = dict(model.named_parameters())
                 changed = [name for name, value in before.items() if name in now and not is_equal(now[name], value)]
-                written |= dict.fromkeys(changed)
+            written |= dict.fromkeys(changed)
+            if (strategy.rules.holds_memory or strategy.rules.undoes_writes) and strategy.group.world_size > 1:
+                written |= dict.fromkeys(trial.rebound)  # the strategy goes on with the memory that it knows
     except CollectiveCalled as called:
         return {"collective": called.name}
     except Exception:

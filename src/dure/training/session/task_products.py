@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from dure.errors import TaskInvalid
+from dure.errors import TaskInvalid, message_of
 from dure.training.task.task import Task
 
 
@@ -25,6 +25,13 @@ def built_model(task: Task) -> nn.Module:
     refuse_lazy(model, name)
     refuse_scripted(model, name)
     refuse_divided(model, name)
+    try:
+        model.train(model.training)
+    except NotImplementedError as error:
+        raise TaskInvalid(
+            f"{name} returned a model that has no modes for training and evaluation ({message_of(error)}), as those of "
+            "torch.export have: return the module from which it was made"
+        ) from error
     if not any(parameter.requires_grad for parameter in model.parameters()):
         raise TaskInvalid(f"{name} returned a model without trainable parameters: leave some with requires_grad=True")
     return model

@@ -58,7 +58,7 @@ def test_late_parts_when_imported_first_then_ddp_lets_go_of_its_group() -> None:
         "torchcompat.import_late_parts()\n"
         "store = torchcompat.store_on_socket(socket.create_server(('127.0.0.1', 0)), timedelta(seconds=20))\n"
         "dist.init_process_group('gloo', store=store, rank=0, world_size=1)\n"
-        "torchcompat.wrap_ddp(nn.Linear(2, 2))\n"
+        "nn.parallel.DistributedDataParallel(nn.Linear(2, 2))\n"
         "dist.destroy_process_group()\n"
         "del store\n"
         "gc.collect()\n"
@@ -162,16 +162,6 @@ def test_collectives_when_called_by_their_new_names_then_no_version_warns() -> N
     torchcompat.reduce_scatter_single(scattered, torch.tensor([3.0, 4.0]))
     assert gathered.tolist() == [1, 2]
     assert scattered.tolist() == [3, 4]
-
-
-@pytest.mark.usefixtures("solo_group")
-@pytest.mark.parametrize("broadcast_buffers", [None, True, False])
-def test_ddp_when_wrapped_then_nothing_warns_and_buffers_follow_the_argument(broadcast_buffers: bool | None) -> None:
-    model = nn.Sequential(nn.Linear(3, 2), nn.BatchNorm1d(2))
-    wrapped = torchcompat.wrap_ddp(model, bucket_bytes=1000, broadcast_buffers=broadcast_buffers)
-    wrapped(torch.rand(4, 3)).sum().backward()
-    assert wrapped.broadcast_buffers is (broadcast_buffers is not False)
-    assert wrapped.bucket_bytes_cap == 1000
 
 
 def test_divided_optimizer_when_its_package_is_imported_then_nothing_warns_and_the_part_steps() -> None:

@@ -362,9 +362,6 @@ def store_at(host: str, port: int, timeout: timedelta) -> dist.TCPStore:
     return dist.TCPStore(host, port, is_master=False, timeout=timeout, wait_for_workers=False)
 
 
-# -- DistributedDataParallel -------------------------------------------------------------------------------------
-
-
 def meet_at_served_store(host: str, port: int) -> None:
     """Make `init_process_group` in this process connect to the store at an address that is already served.
 
@@ -386,43 +383,7 @@ def meet_at_served_store(host: str, port: int) -> None:
     rendezvous._create_c10d_store = connect_or_create
 
 
-def wrap_ddp(
-    model: nn.Module,
-    *,
-    process_group: dist.ProcessGroup | None = None,
-    device: torch.device | None = None,
-    bucket_bytes: int = 25 * 2**20,
-    gradient_as_bucket_view: bool = True,
-    find_unused_parameters: bool = False,
-    broadcast_buffers: bool | None = None,
-) -> DistributedDataParallel:
-    """Wrap a model in torch's DDP with only those arguments that every version accepts without a warning.
-
-    Args:
-        model: Model on its device.
-        device: The model's one device when it is an accelerator; None or the CPU otherwise.
-        bucket_bytes: Size of a gradient bucket, bytes (torch's own unit is MiB).
-        broadcast_buffers: None keeps torch's default (rank 0's buffers before each forward). False keeps every rank's
-            own: `broadcast_buffers=False` warns in 2.13, and its successor `forward_sync_buffers` is unknown to 2.11
-            and has another meaning, so the attribute is set after the wrapping.
-
-    Communication: one broadcast of parameters and buffers from rank 0.
-    """
-    has_accelerator = device is not None and device.type not in ("cpu", "mps")
-    wrapped = DistributedDataParallel(
-        model,
-        device_ids=[device] if has_accelerator else None,
-        process_group=process_group,
-        bucket_cap_mb=bucket_bytes / 2**20,
-        gradient_as_bucket_view=gradient_as_bucket_view,
-        find_unused_parameters=find_unused_parameters,
-    )
-    if broadcast_buffers is not None:
-        wrapped.broadcast_buffers = broadcast_buffers
-    return wrapped
-
-
-# -- ZeroRedundancyOptimizer -------------------------------------------------------------------------------------
+# -- DistributedDataParallel -------------------------------------------------------------------------------------
 
 
 def has_finished_reduction(engine: DistributedDataParallel) -> bool:
@@ -432,6 +393,9 @@ def has_finished_reduction(engine: DistributedDataParallel) -> bool:
     except RuntimeError:
         return False
     return True
+
+
+# -- ZeroRedundancyOptimizer -------------------------------------------------------------------------------------
 
 
 def divide_optimizer(

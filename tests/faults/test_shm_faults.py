@@ -86,7 +86,7 @@ def test_rank_when_stopped_then_the_others_name_it_after_the_timeout(capfd):
 
 def test_rank_when_killed_in_ddps_backward_then_its_number_comes_through_torch(capfd):
     def work(group):
-        model = torchcompat.wrap_ddp(nn.Linear(8, 8))
+        model = nn.parallel.DistributedDataParallel(nn.Linear(8, 8))
         model(torch.ones(2, 8)).sum().backward()
         loss = model(torch.ones(2, 8)).sum()
         if group.rank == 1:

@@ -17,6 +17,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Partial, Shard, distribute_tensor
+from torch.nn.parallel import DistributedDataParallel
 
 from dure import torchcompat
 from dure.comm.algorithms import shm
@@ -422,7 +423,7 @@ def train_ddp(group):
     for one in (None, shm_group()):
         model, data = model_and_data(torch.float64)
         # buckets of one or two gradients: several are under way during one backward
-        engine = torchcompat.wrap_ddp(model, process_group=one, bucket_bytes=8192)
+        engine = DistributedDataParallel(model, process_group=one, bucket_cap_mb=8192 / 2**20)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
         for batch in data:
             engine(batch[group.rank :: group.world_size]).square().mean().backward()
@@ -447,7 +448,7 @@ def train_with_hooks(group):
             (powerSGD_hook.PowerSGDState(one, start_powerSGD_iter=3), powerSGD_hook.powerSGD_hook),
         ):
             model, data = model_and_data(torch.float32)
-            engine = torchcompat.wrap_ddp(model, process_group=one)
+            engine = DistributedDataParallel(model, process_group=one)
             engine.register_comm_hook(state, hook)
             optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
             for batch in data:
@@ -469,7 +470,7 @@ def overlap_ddp(group):
     """Return whether backward was over on rank 0, but for its last wait, before rank 1 had begun to communicate."""
     ours, store = shm_group(), dist.distributed_c10d._get_default_store()
     model, data = model_and_data(torch.float32)
-    engine = torchcompat.wrap_ddp(model, process_group=ours, bucket_bytes=8192)
+    engine = DistributedDataParallel(model, process_group=ours, bucket_cap_mb=8192 / 2**20)
     engine(data[0]).sum().backward()  # the buckets are settled
     first = next(model.parameters())
     loss = engine(data[0]).sum()

@@ -12,6 +12,7 @@ from contextlib import nullcontext
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 
 from dure.errors import TaskInvalid, UnusedParameters
 from dure.strategies.contract.batches import Microbatch
@@ -23,7 +24,7 @@ from dure.strategies.contract.weight_rules import WeightRules
 from dure.strategies.data_parallel.compression import Compression, check_compression
 from dure.strategies.data_parallel.gradient_sums import add_up_gradients
 from dure.strategies.data_parallel.options import DDPOptions
-from dure.torchcompat import has_finished_reduction, run_backward, without_gradient_hooks, wrap_ddp
+from dure.torchcompat import has_finished_reduction, run_backward, without_gradient_hooks
 
 
 def _summed(group: dist.ProcessGroup, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
@@ -96,9 +97,9 @@ class DDP(Strategy):
         self._fixed_facts: dict[tuple[float, Requests], tuple[Tensor, Tensor]] = {}
         self.objective = ObjectiveModule(self, self.model)
         self._carrier = self.objective.carrier
-        self.engine = wrap_ddp(
+        self.engine = DistributedDataParallel(
             self.objective,
-            bucket_bytes=self.options.bucket_bytes,
+            bucket_cap_mb=self.options.bucket_bytes / 2**20,
             gradient_as_bucket_view=self.options.gradient_as_bucket_view,
             find_unused_parameters=self.options.find_unused_parameters,
         )

@@ -11,6 +11,8 @@ from torch.nn import functional
 
 import dure
 from dure.training.inspection import additivity, constant_draws, loss_inspection
+from dure.training.inspection.additivity import Additivity
+from dure.training.inspection.loss_calls import LossCalls
 from dure.training.inspection.loss_inspection import LossInspection
 
 X = torch.randn(8, 4, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
@@ -54,15 +56,17 @@ def stop_clock(monkeypatch):
         monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: 0.0))
 
 
+def inspection_of(loss, model, fetch, task=None, **options):
+    calls = LossCalls(loss, model, fetch, {"task": task} if task else {}, nullcontext)
+    return LossInspection(Additivity(calls, is_exact=True, **options))
+
+
 def traits_of(loss=plain, layer=None, task=None, x=X, fetch=None, **options):
     task = task or Task()
     torch.manual_seed(0)
     model = nn.Sequential(*([layer] if layer else []), nn.Linear(4, 2)).double()
-    inspection = LossInspection(
-        lambda model, x: loss(model, x, task), model, fetch or (lambda places: x[list(places)]), {"task": task},
-        nullcontext, is_exact=True, **options,
-    )  # fmt: skip
-    return inspection.traits(len(x))
+    own_fetch = fetch or (lambda places: x[list(places)])
+    return inspection_of(lambda model, x: loss(model, x, task), model, own_fetch, task, **options).traits(len(x))
 
 
 def test_plain_loss_has_no_traits():
@@ -393,10 +397,9 @@ def test_slow_loss_is_compared_on_fewer_samples_and_a_very_slow_one_is_called_on
 
 def test_loss_in_double_over_a_model_in_single_precision_is_rounded_as_that():
     model = nn.Linear(4, 2)
-    inspection = LossInspection(
-        lambda model, x: model(x).double().square().mean(), model, lambda places: X[list(places)].float(), {},
-        nullcontext, is_exact=True,
-    )  # fmt: skip
+    inspection = inspection_of(
+        lambda model, x: model(x).double().square().mean(), model, lambda places: X[list(places)].float()
+    )
     assert inspection.traits(len(X)).not_additive is None
 
 
@@ -430,9 +433,7 @@ def test_late_comparison_goes_on_from_a_place_until_it_finds_what_is_rare():
         weights = batch[:, 0]
         return (model(batch).sum(1) * weights).sum() / weights.sum()
 
-    inspection = LossInspection(
-        loss, model, lambda places: x[list(places)], {}, nullcontext, is_exact=True, most_at_once=8
-    )
+    inspection = inspection_of(loss, model, lambda places: x[list(places)], most_at_once=8)
     figures, place = inspection.late_difference(0, 200)
     assert (figures, place) == (None, 200)
     figures, place = inspection.late_difference(place, 300)
@@ -457,15 +458,14 @@ def test_late_comparison_finds_gradients_alone_that_no_longer_add_up_without_the
     def loss(model, batch):
         return surrogate(model(batch)) if is_late else model(batch).square().mean()
 
-    inspection = LossInspection(loss, model, lambda places: x[list(places)], {}, nullcontext, is_exact=True)
+    inspection = inspection_of(loss, model, lambda places: x[list(places)])
     assert inspection.late_difference(0, 40) == (None, 40)
     is_late = True
     assert "the gradient of weight for all samples" in inspection.late_difference(0, 40)[0]
     assert (reduced, model.weight.grad) == ([], None)
-    noisy = LossInspection(
-        lambda model, x: surrogate(model(x + torch.randn_like(x))), model, lambda places: x[list(places)], {},
-        nullcontext, is_exact=True,
-    )  # fmt: skip
+    noisy = inspection_of(
+        lambda model, x: surrogate(model(x + torch.randn_like(x))), model, lambda places: x[list(places)]
+    )
     assert noisy.late_difference(0, 40)[0] is None
 
 
@@ -490,9 +490,7 @@ def test_whether_the_model_or_the_loss_mixes_samples_is_found(mixes):
         outputs = model(x)
         return (outputs if mixes else outputs @ outputs.T).square().sum()
 
-    traits = LossInspection(
-        loss, model, lambda places: X[list(places)], {"task": task}, nullcontext, is_exact=True
-    ).traits(len(X))
+    traits = inspection_of(loss, model, lambda places: X[list(places)], task).traits(len(X))
     assert traits.not_additive is not None
     assert traits.model_not_additive is mixes
 

@@ -8,6 +8,8 @@ import pytest
 import torch
 from torch import nn
 
+from dure.training.inspection.additivity import Additivity
+from dure.training.inspection.loss_calls import LossCalls
 from dure.training.inspection.loss_inspection import LossInspection
 from dure.training.inspection.phases import Phases, positions_of
 
@@ -89,9 +91,8 @@ def in_phase(loss, condition, layer=None, set_state=None):
     def default(task, seen):
         task.is_on = condition(seen)
 
-    inspection = LossInspection(
-        either, model, lambda places: X[list(places)], {"task": task}, nullcontext, is_exact=True
-    )
+    calls_of_loss = LossCalls(either, model, lambda places: X[list(places)], {"task": task}, nullcontext)
+    inspection = LossInspection(Additivity(calls_of_loss, is_exact=True))
     known = inspection.traits(len(X))
     calls.clear()
     before = {name: value.clone() for name, value in model.state_dict().items()}

@@ -4,6 +4,7 @@ import copy
 import math
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 
 import torch
 from torch import nn
@@ -31,34 +32,21 @@ _ROUNDED = 1e3
 """Size below which a gradient counts as rounding, in units of the eps of its dtype times the largest gradient norm."""
 
 
+@dataclass
 class Additivity:
     """Comparisons of a loss with the losses of parts of its samples."""
 
-    def __init__(
-        self,
-        calls: LossCalls,
-        *,
-        is_exact: bool,
-        is_divided: bool,
-        most_at_once: int,
-        has_random_batches: Callable[[], bool],
-    ) -> None:
-        """Prepare the comparisons.
-
-        Args:
-            calls: Calls of the loss.
-            is_exact: Whether forward passes are in full precision.
-            is_divided: Whether the loss will see batches in parts; only then are many samples compared.
-            most_at_once: Number of samples per call in training, for which there is memory.
-            has_random_batches: Returns whether random numbers were drawn for a batch, besides those of its samples.
-        """
-        self._calls = calls
-        self._is_exact = is_exact
-        self._is_divided = is_divided
-        self._most_at_once = most_at_once
-        self._has_random_batches = has_random_batches
-        self.quantiles: tuple[float, ...] = ()
-        """Quantiles of the constants with which a loss that draws is compared; empty if a call takes too long."""
+    calls: LossCalls
+    is_exact: bool = field(kw_only=True)
+    """True if forward passes are in full precision."""
+    is_divided: bool = field(default=True, kw_only=True)
+    """True if the loss will see batches in parts; only then are many samples compared."""
+    most_at_once: int = field(default=WIDE_GROUP, kw_only=True)
+    """Number of samples per call in training, for which there is memory."""
+    has_random_batches: Callable[[], bool] = field(default=lambda: False, kw_only=True)
+    """Function that returns whether random numbers were drawn for a batch, besides those of its samples."""
+    quantiles: tuple[float, ...] = field(default=(), kw_only=True)
+    """Quantiles of the constants with which a loss that draws is compared; empty if a call takes too long."""
 
     def difference_of(self, places: range) -> str | None:
         """Return the figures of a loss whose parts do not add up, in value or gradients, or None.
@@ -66,8 +54,8 @@ class Additivity:
         Args:
             places: Samples of the whole.
         """
-        whole, *parts = (self._calls.tried(part, as_in_training=False) for part in (places, *_parts_of(places)))
-        if any(one.trial.has_drawn for one in (whole, *parts)) or self._has_random_batches():
+        whole, *parts = (self.calls.tried(part, as_in_training=False) for part in (places, *_parts_of(places)))
+        if any(one.trial.has_drawn for one in (whole, *parts)) or self.has_random_batches():
             return self._difference_of_constants(places)
         difference = self._difference(whole.value, [part.value for part in parts])
         return difference or self._difference_of_gradients(whole, parts)
@@ -89,7 +77,7 @@ class Additivity:
         """Try the loss of samples, and of their parts; return None if it fails, because it expects random numbers."""
         try:
             return [
-                self._calls.tried(part, as_in_training=False, draws=ConstantDraws(quantile))
+                self.calls.tried(part, as_in_training=False, draws=ConstantDraws(quantile))
                 for part in (places, *_parts_of(places))
             ]
         except (Exception, TooManyDraws):
@@ -103,8 +91,8 @@ class Additivity:
             size: Number of samples of each of the two batches.
         """
         outputs = copy.copy(self)
-        outputs._calls = copy.copy(self._calls)
-        outputs._calls.loss = OutputsAsLoss(self._calls.loss)
+        outputs.calls = copy.copy(self.calls)
+        outputs.calls.loss = OutputsAsLoss(self.calls.loss)
         ends = range(size), range(num_samples - size, num_samples)
         try:
             return all(outputs.difference_of(places) is None for places in ends)
@@ -127,27 +115,27 @@ class Additivity:
         """
         started = time.monotonic() if started is None else started
         affordable = int(_WIDE_SECONDS / (3 * max(seconds_each, 1e-9)))
-        size = min(WIDE_GROUP, self._most_at_once, affordable)
-        if not self._is_divided or size < 2 or self._has_random_batches():
+        size = min(WIDE_GROUP, self.most_at_once, affordable)
+        if not self.is_divided or size < 2 or self.has_random_batches():
             return None, begin
         at, doubtful = begin, range(0)
         try:
-            with silent(), Trial(self._calls.model, self._calls.objects, seed=2, keeps_gradients=False):
-                self._calls.set_modes(as_in_training=False)
+            with silent(), Trial(self.calls.model, self.calls.objects, seed=2, keeps_gradients=False):
+                self.calls.set_modes(as_in_training=False)
                 while at < end - 1 and not doubtful:
                     most_seconds = _WIDE_SECONDS if at < begin + WIDE_SAMPLES else _LATE_SECONDS
                     if time.monotonic() - started > most_seconds:
                         break
                     places = range(at, min(at + size, end))
                     at = places.stop
-                    whole, *parts, again = [self._calls.value(part) for part in (places, *_parts_of(places), places)]
+                    whole, *parts, again = [self.calls.value(part) for part in (places, *_parts_of(places), places)]
                     if self.is_other(whole, again):
                         break  # it draws, or depends on its own state, both of which are detected elsewhere
                     if self._difference(whole, parts):
                         doubtful = places
             if doubtful:
                 # again, each call from the same state: a counter of calls may have reached another phase in between
-                whole, *parts = map(self._calls.value_apart, (doubtful, *_parts_of(doubtful)))
+                whole, *parts = map(self.calls.value_apart, (doubtful, *_parts_of(doubtful)))
                 return self._difference(whole, parts), at
         except Exception:
             return None, at  # training will raise it, or there is not enough memory
@@ -173,16 +161,16 @@ class Additivity:
 
         Gradients of all samples and of one part are in memory at a time.
         """
-        places = range(begin, min(begin + min(NUM_SAMPLES, self._most_at_once), num_samples))
-        if not self._is_divided or len(places) < 2 or self._has_random_batches():
+        places = range(begin, min(begin + min(NUM_SAMPLES, self.most_at_once), num_samples))
+        if not self.is_divided or len(places) < 2 or self.has_random_batches():
             return None
         try:
-            whole, left = self._calls.differentiated(places)
+            whole, left = self.calls.differentiated(places)
             largest = max((float(gradient.norm()) for gradient in left.values()), default=0.0)
             scales = {name: float(gradient.norm()) for name, gradient in left.items()}
             values = []
             for part in _parts_of(places):
-                value, gradients = self._calls.differentiated(part)
+                value, gradients = self.calls.differentiated(part)
                 values.append(value)
                 for name in left.keys() & gradients.keys():
                     scales[name] += float(gradients[name].norm())
@@ -229,8 +217,8 @@ class Additivity:
 
     def tolerance(self, dtype: torch.dtype) -> float:
         """Return the relative rounding of a loss of a dtype."""
-        rounding = _TOLERANCES.get(dtype, _OTHER_TOLERANCE) if self._is_exact else _OTHER_TOLERANCE
-        return max(rounding, tolerance_of(self._calls.model, is_exact=self._is_exact))
+        rounding = _TOLERANCES.get(dtype, _OTHER_TOLERANCE) if self.is_exact else _OTHER_TOLERANCE
+        return max(rounding, tolerance_of(self.calls.model, is_exact=self.is_exact))
 
     def is_other(self, one: Value, other: Value) -> bool:
         """Return whether two losses, both finite, differ by more than rounding."""

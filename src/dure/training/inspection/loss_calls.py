@@ -4,6 +4,7 @@ import contextlib
 import io
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -19,34 +20,24 @@ NUM_SAMPLES = 8
 """Number of samples of a group on which a loss is called."""
 
 
+@dataclass
 class LossCalls:
     """Task's loss with its model, samples and objects."""
 
-    def __init__(
-        self,
-        loss: LossFunction,
-        model: nn.Module,
-        fetch: Callable[[Sequence[int]], Any],
-        objects: Mapping[str, object],
-        autocast: Callable[[], AbstractContextManager[Any]],
-    ) -> None:
-        """Prepare the calls.
+    loss: LossFunction
+    model: nn.Module
+    """Whole model, on the device of the batches."""
+    fetch: Callable[[Sequence[int]], Any]
+    """Function that returns the batch of some of the first samples, by their places in the order of training."""
+    objects: Mapping[str, object]
+    """Objects in which the loss may keep state, by name."""
+    autocast: Callable[[], AbstractContextManager[Any]]
+    """Context of a forward pass."""
+    watches_writes: bool = True
+    """True if writes to parameters are seen operation by operation, which some losses do not take."""
 
-        Args:
-            loss: Loss of the task.
-            model: Whole model, on the device of the batches.
-            fetch: Returns the batch of some of the first samples, by their places in the order of training.
-            objects: Objects in which the loss may keep state, by name.
-            autocast: Context of a forward pass.
-        """
-        self.loss = loss
-        self.model = model
-        self.fetch = fetch
-        self.objects = objects
-        self.autocast = autocast
-        self.watches_writes = True
-        """True if writes to parameters are seen operation by operation, which some losses do not take."""
-        self.forward = StateOfForward(model, objects)
+    def __post_init__(self) -> None:
+        self.forward = StateOfForward(self.model, self.objects)
         """Changes by the model's own calls in the last call of the loss."""
 
     def tried(

@@ -8,7 +8,7 @@ in three parts, show whether it is a mean over samples.
 import contextlib
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 
@@ -17,16 +17,15 @@ from torch import Tensor, nn
 
 from dure.errors import message_of
 from dure.strategies.contract.loss_traits import LossTraits
-from dure.strategies.contract.strategy import LossFunction
 from dure.strategies.state.hooks import gradient_hooks
 from dure.strategies.state.objects.object_state import ObjectState
 from dure.strategies.state.shared_storage import recomputed_weights
 from dure.strategies.state.trial import Trial, is_equal
-from dure.training.inspection.additivity import WIDE_GROUP, WIDE_SAMPLES, Additivity
+from dure.training.inspection.additivity import WIDE_SAMPLES, Additivity
 from dure.training.inspection.call_watches import FedState, StateOfModules
 from dure.training.inspection.collectives import CollectiveCalled, no_collectives
 from dure.training.inspection.first_loss import FirstLoss
-from dure.training.inspection.loss_calls import NUM_SAMPLES, LossCalls, Tried, perturb, silent
+from dure.training.inspection.loss_calls import NUM_SAMPLES, Tried, perturb, silent
 
 _MOST_SECONDS = 5.0
 """Seconds in which the whole inspection should end; if it takes longer, later calls are not tried."""
@@ -58,44 +57,17 @@ class CallSummary(NamedTuple):
 class LossInspection:
     """Inspection of a task's loss by calls on its first samples."""
 
-    def __init__(
-        self,
-        loss: LossFunction,
-        model: nn.Module,
-        fetch: Callable[[Sequence[int]], Any],
-        objects: Mapping[str, object],
-        autocast: Callable[[], AbstractContextManager[Any]],
-        *,
-        is_exact: bool,
-        is_divided: bool = True,
-        is_alone: bool = False,
-        most_at_once: int = WIDE_GROUP,
-        has_random_batches: Callable[[], bool] = lambda: False,
-    ) -> None:
+    def __init__(self, additivity: Additivity, *, is_alone: bool = False) -> None:
         """Prepare the inspection.
 
         Args:
-            loss: Loss of the task.
-            model: Whole model, on the device of the batches.
-            fetch: Returns the batch of some of the first samples, by their places in the order of training.
-            objects: Objects in which the loss may keep state, by name.
-            autocast: Context of a forward pass.
-            is_exact: Whether forward passes are in full precision.
-            is_divided: Whether the loss will see batches in parts; only then is it inspected again later.
+            additivity: Comparisons of the loss with its parts, with the calls of the loss.
             is_alone: Whether the other ranks make no calls meanwhile, so that a collective of the loss would block.
-            most_at_once: Number of samples per call in training, for which there is memory.
-            has_random_batches: Returns whether `fetch` has drawn random numbers for a batch, besides those of samples.
         """
-        self.calls = LossCalls(loss, model, fetch, objects, autocast)
-        self._additivity = Additivity(
-            self.calls,
-            is_exact=is_exact,
-            is_divided=is_divided,
-            most_at_once=most_at_once,
-            has_random_batches=has_random_batches,
-        )
-        self.is_divided = is_divided
-        """True if the loss will see batches in parts."""
+        self.calls = additivity.calls
+        self.is_divided = additivity.is_divided
+        """True if the loss will see batches in parts; only then is it inspected again later."""
+        self._additivity = additivity
         self._is_alone = is_alone
         self.first_loss = FirstLoss()
         """Result of the first call."""

@@ -18,9 +18,10 @@ from dure.strategies.state.objects.namespaces import ATOMS
 from dure.strategies.state.objects.object_state import ObjectState
 from dure.strategies.state.optimizer import difference_of_settings, plain_settings
 from dure.strategies.state.trial import Trial, is_equal
+from dure.training.inspection.additivity import Additivity
 from dure.training.inspection.collectives import CollectiveCalled, no_collectives
 from dure.training.inspection.first_loss import FirstLoss, difference_of_ranks, difference_of_worlds
-from dure.training.inspection.loss_calls import perturb, silent
+from dure.training.inspection.loss_calls import LossCalls, perturb, silent
 from dure.training.inspection.loss_inspection import LossInspection
 from dure.training.inspection.phases import Phases, positions_of
 from dure.training.session.loader import FetchRequest, Loader
@@ -214,18 +215,15 @@ def inspection_of(
     """
     copied = {_COPIED: loader.data} if loader.has_workers else {}
     even = -(-strategy.spec.global_batch_size // (strategy.share.count * len(strategy.devices)))
-    return LossInspection(
-        task.loss,
-        model,
-        _fetch_of(loader, order),
-        {**copied, **strategy.objects},
-        strategy.precision.autocast,
+    objects = {**copied, **strategy.objects}
+    additivity = Additivity(
+        LossCalls(task.loss, model, _fetch_of(loader, order), objects, strategy.precision.autocast),
         is_exact=strategy.precision.name == "fp32",
         is_divided=strategy.group.world_size * len(strategy.devices) > 1 or bool(strategy.spec.microbatch_size),
-        is_alone=strategy.group.world_size > 1,
         most_at_once=strategy.spec.microbatch_size or strategy.parts.default_size() or even,
         has_random_batches=lambda: loader.has_collate_drawn,
     )
+    return LossInspection(additivity, is_alone=strategy.group.world_size > 1)
 
 
 def _fetch_of(loader: Loader, order: SampleOrder) -> Callable[[Sequence[int]], Any]:

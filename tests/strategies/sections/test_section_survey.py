@@ -9,9 +9,11 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from dure.strategies.sections.costs import held_bytes, parameter_bytes
+from dure.strategies.sections.costs import parameter_bytes
+from dure.strategies.sections.plan import SURVEYED_SAMPLES, held_bytes
 from dure.strategies.sections.trace import survey, switched, tensors_of
 from dure.torchcompat import module_call, replace_module_call
+from tests.specs import spec_of
 
 X = torch.arange(12.0).view(3, 4)
 
@@ -207,10 +209,10 @@ def test_recurrent_layers_and_attention_cost_their_products():
 
 def test_held_bytes_are_parameters_gradients_and_activations_of_a_microbatch():
     model = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 2).requires_grad_(False), nn.BatchNorm1d(2))
-    blocks = dict(model.named_modules())
     assert [parameter_bytes(block) for block in model] == [2 * 4 * 40, 4 * 18, 2 * 4 * 4 + 4 * 4 + 8]
     seen = survey(model, (X,), {})
-    assert held_bytes(blocks, seen.chain.calls, seen.saved_bytes, 10.0)[0] == 2 * 4 * 40 + 10 * (3 * 4 * 4)
+    spec = spec_of(microbatch_size=10 * SURVEYED_SAMPLES)
+    assert held_bytes(model, spec, seen)[0] == 2 * 4 * 40 + 10 * (3 * 4 * 4)
 
 
 def test_tensors_are_found_in_nested_values():

@@ -57,7 +57,7 @@ def faults_of_parts(optimizer: Optimizer, cannot: str) -> list[str]:
 
     Args:
         optimizer: Optimiser as the task built it; its parameters may be on the meta device.
-        cannot: Clause about an optimiser that needs all parameters together, such as `cannot step each stage by
+        cannot: Clause about an optimiser that needs all parameters together, such as `cannot step each section by
             itself`.
     """
     if fault := fault_of_hooks(optimizer):

@@ -8,13 +8,12 @@ gradients are only added. Along the other axis of the mesh, whole pipelines shar
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.optim import Optimizer
 
 from dure.comm.mesh import Mesh
 from dure.data.randomness import GeneratorStates
@@ -29,8 +28,6 @@ from dure.strategies.contract.reduced_facts import reduced_facts
 from dure.strategies.contract.replica_state import ReplicaState, replica_state
 from dure.strategies.contract.step_clock import StepClock
 from dure.strategies.contract.step_facts import LossTerm, Requests, StepFacts
-from dure.strategies.contract.weight_rules import WeightRules
-from dure.strategies.division.optimizer_trial import faults_of_parts
 from dure.strategies.pipeline.cut import decide
 from dure.strategies.pipeline.options import PipelineOptions
 from dure.strategies.pipeline.schedule import Schedule, num_scheduled
@@ -91,15 +88,7 @@ class Pipeline(SectionedStrategy):
     options: PipelineOptions
     parts: PipelineParts
 
-    rules = WeightRules(
-        changes_in_step_only=True,
-        follows_groups=False,
-        freezing="refused",
-        undoes_writes=True,
-        divides_model=True,
-        divides_gradients=True,
-        divides_state=True,
-    )
+    rules = replace(SectionedStrategy.rules, changes_in_step_only=True)
 
     def __init__(self, context: StrategyContext) -> None:
         super().__init__(context)
@@ -145,11 +134,6 @@ class Pipeline(SectionedStrategy):
         if self.num_stages > 1 and (names := self.traits.hooked_by_loss):
             faults.append(hooks_gradients(names))
         return faults
-
-    @classmethod
-    def check_optimizer(cls, optimizer: Optimizer) -> list[str]:
-        """Refuse an optimiser that needs all parameters together, or has hooks: every rank steps its own stages."""
-        return faults_of_parts(optimizer, "cannot step each stage by itself")
 
     # the cut
 

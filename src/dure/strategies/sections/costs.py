@@ -4,7 +4,7 @@ No time is measured: the cut of a model follows from the task alone.
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, ExitStack
 from typing import Any
 
@@ -79,24 +79,6 @@ def _of_rnn(input_shape: Sequence[int], weights: Any, *args: Any, **kwargs: Any)
     # a list of all weights, or the two matrices of one layer
     shapes: list[Sequence[int]] = [weights, args[0]] if isinstance(weights, torch.Size) else weights
     return 2 * math.prod(input_shape[:-1]) * sum(math.prod(shape) for shape in shapes if len(shape) == 2)
-
-
-def held_bytes(
-    blocks: Mapping[str, nn.Module], calls: Sequence[str], saved_bytes: Sequence[int], samples_per_sample: float
-) -> list[float]:
-    """Return the bytes that each call needs on its device: parameters with their gradients, and activations.
-
-    Args:
-        blocks: Blocks by name.
-        calls: Block of every call.
-        saved_bytes: Bytes that every call keeps for backward, for the surveyed samples.
-        samples_per_sample: Samples of a microbatch per surveyed sample.
-    """
-    costs = []
-    for position, (call, saved) in enumerate(zip(calls, saved_bytes, strict=True)):
-        state = parameter_bytes(blocks[call]) if calls.index(call) == position else 0
-        costs.append(state + saved * samples_per_sample)
-    return costs
 
 
 def parameter_bytes(module: nn.Module) -> int:

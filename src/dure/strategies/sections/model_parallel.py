@@ -7,6 +7,7 @@ activations to the device of the next section, and autograd sends the gradients 
 """
 
 from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,11 +20,10 @@ from dure.strategies.contract.batches import Microbatch, to_device
 from dure.strategies.contract.step_facts import Requests, StepFacts
 from dure.strategies.contract.strategy import Strategy
 from dure.strategies.contract.weight_rules import WeightRules
-from dure.strategies.sections.costs import held_bytes
 from dure.strategies.sections.cuts import cut_names, faults_of, registered_chain
 from dure.strategies.sections.options import SectionOptions
-from dure.strategies.sections.plan import CURE, SURVEYED_SAMPLES, SectionPlan, look_at, plan_sections
-from dure.strategies.sections.trace import Survey, tensors_of
+from dure.strategies.sections.plan import CURE, SectionPlan, held_bytes, look_at, plan_sections
+from dure.strategies.sections.trace import tensors_of
 from dure.units import format_bytes
 
 
@@ -62,16 +62,11 @@ class ModelParallel(Strategy):
         seen = look_at(self, model) if num_sections > 1 else None
         plan, faults = plan_sections(
             model, seen, num_sections, self.options.cuts,
-            costs=lambda seen: self._held_bytes(model, seen), keeps_batch_apart=True,
+            costs=partial(held_bytes, model, self.spec), keeps_batch_apart=True,
         )  # fmt: skip
         if plan is None:
             raise SpecInvalid([f"strategy is {self.info.name}: {fault}" for fault in faults])
         return plan
-
-    def _held_bytes(self, model: nn.Module, seen: Survey) -> list[float]:
-        of_a_microbatch = self.spec.microbatch_size or self.spec.global_batch_size
-        blocks, ratio = dict(model.named_modules()), of_a_microbatch / SURVEYED_SAMPLES
-        return held_bytes(blocks, seen.chain.calls, seen.saved_bytes, ratio)
 
     # transfers between devices
 

@@ -8,8 +8,10 @@ from typing import Any
 from torch import nn
 
 from dure.errors import DureError, TaskInvalid, message_of
+from dure.spec import RunSpec
 from dure.strategies.contract.batches import to_device
 from dure.strategies.contract.strategy import Strategy
+from dure.strategies.sections.costs import parameter_bytes
 from dure.strategies.sections.cuts import begins_of, cut_names, faults_of, registered_chain
 from dure.strategies.sections.stand_in import call_of
 from dure.strategies.sections.trace import Survey, survey
@@ -131,6 +133,16 @@ def plan_sections(
     is_last_enough = chain.why_not(len(chain.calls)) is None
     plan = SectionPlan(calls=list(chain.calls), begins=begins, homes=sections, ends_with_last_block=is_last_enough)
     return plan, []
+
+
+def held_bytes(model: nn.Module, spec: RunSpec, seen: Survey) -> list[float]:
+    """Return the bytes that each call needs on its device: parameters with their gradients, and activations."""
+    ratio = (spec.microbatch_size or spec.global_batch_size) / SURVEYED_SAMPLES
+    blocks, calls = dict(model.named_modules()), seen.chain.calls
+    return [
+        saved * ratio + (parameter_bytes(blocks[call]) if calls.index(call) == position else 0)
+        for position, (call, saved) in enumerate(zip(calls, seen.saved_bytes, strict=True))
+    ]
 
 
 def _registered_costs(model: nn.Module, calls: Sequence[str]) -> list[float]:

@@ -11,11 +11,11 @@ import threading
 from collections.abc import Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, replace
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.optim import Optimizer
 
 from dure import torchcompat
 from dure.comm.rpc import agent_name, close_agent, open_agent
@@ -26,17 +26,14 @@ from dure.strategies.contract.batches import Microbatch, to_device
 from dure.strategies.contract.context import StrategyContext
 from dure.strategies.contract.reduced_facts import reduced_facts
 from dure.strategies.contract.step_facts import Requests, StepFacts
-from dure.strategies.contract.weight_rules import WeightRules
-from dure.strategies.division.optimizer_trial import faults_of_parts
 from dure.strategies.sections.absent_tensors import guarded
-from dure.strategies.sections.costs import held_bytes
 from dure.strategies.sections.cuts import cut_names, faults_of, registered_chain
 from dure.strategies.sections.options import SectionOptions
-from dure.strategies.sections.plan import CURE, SURVEYED_SAMPLES, SectionPlan, look_at, plan_sections
+from dure.strategies.sections.plan import CURE, SectionPlan, held_bytes, look_at, plan_sections
 from dure.strategies.sections.rpc_calls import HOST, Call, Failed, Result, leads_to, on_host
 from dure.strategies.sections.sectioned_strategy import SectionedStrategy
 from dure.strategies.sections.stand_in import stand_in
-from dure.strategies.sections.trace import Survey, tensors_of
+from dure.strategies.sections.trace import tensors_of
 from dure.strategies.sections.verify import SETS_GRADIENTS, changes_module, hooks_gradients, rehearse
 
 _UNUSED = (
@@ -50,15 +47,6 @@ class RpcModel(SectionedStrategy):
     """Strategy with one section of the model on each rank; rank 0 has the data and calls the others."""
 
     options: SectionOptions
-
-    rules = WeightRules(
-        follows_groups=False,
-        freezing="refused",
-        undoes_writes=True,
-        divides_model=True,
-        divides_gradients=True,
-        divides_state=True,
-    )
 
     def __init__(self, context: StrategyContext) -> None:
         super().__init__(context)
@@ -81,11 +69,6 @@ class RpcModel(SectionedStrategy):
         """Refuse a model with fewer blocks than ranks, with ties across the cuts, or without a place to cut."""
         return faults_of(registered_chain(model), spec.num_devices, cut_names(SectionOptions.of(spec).cuts), CURE)
 
-    @classmethod
-    def check_optimizer(cls, optimizer: Optimizer) -> list[str]:
-        """Refuse an optimiser that needs all parameters together: every rank steps its own section."""
-        return faults_of_parts(optimizer, "cannot step each section by itself")
-
     def check_traits(self, model: nn.Module) -> list[str]:
         """Refuse also a loss that changes state of modules: other ranks, which compute these, would not see it."""
         faults = super().check_traits(model)
@@ -104,13 +87,7 @@ class RpcModel(SectionedStrategy):
         num_sections = self.group.world_size
         if num_sections == 1:
             return {"faults": [], "plan": asdict(SectionPlan(calls=[], begins=[0], homes={}))}
-        seen = look_at(self, model)
-
-        def costs(seen: Survey) -> list[float]:
-            of_a_microbatch = self.spec.microbatch_size or self.spec.global_batch_size
-            blocks, ratio = dict(model.named_modules()), of_a_microbatch / SURVEYED_SAMPLES
-            return held_bytes(blocks, seen.chain.calls, seen.saved_bytes, ratio)
-
+        seen, costs = look_at(self, model), partial(held_bytes, model, self.spec)
         plan, faults = plan_sections(model, seen, num_sections, self.options.cuts, costs=costs)
         if plan is not None and seen is not None:
             # rank 0 computes the loss, with the weights that the loss alone uses

@@ -6,12 +6,15 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.optim import Optimizer
 
 from dure.comm.groups import Group
 from dure.errors import SpecInvalid, TaskInvalid
 from dure.strategies.contract.abilities import faults_of_optimizer
 from dure.strategies.contract.context import StrategyContext
 from dure.strategies.contract.strategy import Strategy
+from dure.strategies.contract.weight_rules import WeightRules
+from dure.strategies.division.optimizer_trial import faults_of_parts
 from dure.strategies.division.step_hooks import refuse_later_hooks
 from dure.strategies.sections.absent_tensors import AbsentUsed, guarded
 from dure.strategies.sections.gradients import clip_by_common_norm, share_overflows
@@ -26,6 +29,15 @@ from dure.strategies.state.tensor_shard import Needs
 class SectionedStrategy(Strategy):
     """Strategy with sections of the model on several ranks, each of which steps and saves its own."""
 
+    rules = WeightRules(
+        follows_groups=False,
+        freezing="refused",
+        undoes_writes=True,
+        divides_model=True,
+        divides_gradients=True,
+        divides_state=True,
+    )
+
     section_ranks: Group
     """Ranks that have the sections of one model."""
     evaluated: nn.Module
@@ -36,6 +48,11 @@ class SectionedStrategy(Strategy):
         self._seeds = CommonSeeds()
         self._draws = SectionDraws(self.device)
         self.drawing = SectionDrawWatch(self.devices, self._draws, self._seeds)
+
+    @classmethod
+    def check_optimizer(cls, optimizer: Optimizer) -> list[str]:
+        """Refuse an optimiser that needs all parameters together, or has hooks: every rank steps its own sections."""
+        return faults_of_parts(optimizer, "cannot step each section by itself")
 
     @abstractmethod
     def decide(self, model: nn.Module) -> dict[str, Any]:

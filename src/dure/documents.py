@@ -27,14 +27,14 @@ class DocumentInvalid(ValueError):
     """Fault of a document, as the rest of a sentence that begins with its name."""
 
 
-def read_json(path: Path, *, at_most: int = MOST_BYTES) -> Any:
+def read_json(path: Path) -> Any:
     """Read a JSON file.
 
     Raises:
         DocumentInvalid: It is not a regular file, too large, too deep or not JSON.
         OSError: The system cannot read it.
     """
-    return parse_json(read_bytes(path, at_most=at_most))
+    return parse_json(read_bytes(path, at_most=MOST_BYTES))
 
 
 def read_toml(path: Path) -> dict[str, Any]:

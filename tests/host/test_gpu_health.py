@@ -7,7 +7,7 @@ import pynvml
 import pytest
 
 from dure.host.gpu_health import GpuHealth, gpu_health, visible_gpus
-from tests.preflight.nvml import Card, Nvml
+from tests.preflight.nvml import Card, Nvml, installed
 
 CARDS = [Card(0x1B), Card(0x43, uncorrected=2), Card(0x52, recovery=1), Card(0x61, recovery=4)]
 
@@ -16,7 +16,8 @@ def asked(index: int, *cards: Card, visible: str | None = "", lost: int | None =
     nvml = Nvml(*cards)
     if lost is not None:
         nvml.cards[lost].is_lost = True
-    found = gpu_health(index, nvml, ",".join(map(str, range(len(cards)))) if visible == "" else visible)
+    with installed(nvml, ",".join(map(str, range(len(cards)))) if visible == "" else visible):
+        found = gpu_health(index)
     assert not nvml.is_open
     return found
 
@@ -75,7 +76,8 @@ def test_part_of_a_gpu_then_nothing_is_said_of_it():
     ],
 )
 def test_driver_when_it_is_missing_or_broken_then_nothing_is_raised(why_not, troubles):
-    health = gpu_health(0, Nvml(why_not=why_not))
+    with installed(Nvml(why_not=why_not)):
+        health = gpu_health(0)
     assert (health.has_answered, health.is_lost, health.troubles) == (False, False, troubles)
 
 
@@ -87,7 +89,8 @@ def test_driver_when_it_hangs_then_nobody_waits_for_it():
     hanging, released = Nvml(Card(1)), threading.Event()
     hanging.nvmlDeviceGetCount = released.wait
     begin = time.monotonic()
-    health = gpu_health(0, hanging, limit_seconds=0.05)
+    with installed(hanging):
+        health = gpu_health(0, limit_seconds=0.05)
     released.set()
     assert time.monotonic() - begin < 1.0
     assert health.troubles == ("may be lost, for its driver has said nothing about it for 0.05 s",)
@@ -104,10 +107,11 @@ def test_driver_when_it_hangs_then_nobody_waits_for_it():
         ("", []),
     ],
 )
-def test_visible_gpus_have_their_names(visible, names, monkeypatch):
-    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    assert visible_gpus(Nvml(Card(1), Card(2)), visible) == names
+def test_visible_gpus_have_their_names(visible, names):
+    with installed(Nvml(Card(1), Card(2)), visible):
+        assert visible_gpus() == names
 
 
 def test_visible_gpus_without_a_driver_have_none():
-    assert visible_gpus(Nvml(why_not=pynvml.NVML_ERROR_LIBRARY_NOT_FOUND)) == []
+    with installed(Nvml(why_not=pynvml.NVML_ERROR_LIBRARY_NOT_FOUND)):
+        assert visible_gpus() == []

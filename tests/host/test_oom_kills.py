@@ -14,10 +14,12 @@ GIB = 2**30
 class Machine:
     """Counters of the kernel: this process's real groups, in a root of our own."""
 
-    def __init__(self, folder: Path, version: int) -> None:
+    def __init__(self, folder: Path, version: int, monkeypatch: pytest.MonkeyPatch) -> None:
         self.root, self.vmstat, self.version = folder / "cgroup", folder / "vmstat", version
+        monkeypatch.setattr("dure.host.cgroups.CGROUPS", self.root)
+        monkeypatch.setattr("dure.host.oom._VMSTAT", self.vmstat)
         self.host(0)
-        chain = list(groups_of("memory", os.getpid(), self.root))
+        chain = list(groups_of("memory", os.getpid()))
         tops = {1: self.root / "memory", 2: self.root}
         of_version = [group for group in chain if (self.root / "memory" in (group, *group.parents)) == (version == 1)]
         self.own, self.top = of_version[0], tops[version]
@@ -36,13 +38,13 @@ class Machine:
             (folder / "memory.limit_in_bytes").write_text(f"{2**63 - 4096 if limit is None else limit}\n")
 
     def watch(self) -> OomWatch:
-        return OomWatch(os.getpid(), self.root, self.vmstat)
+        return OomWatch(os.getpid())
 
 
 @pytest.fixture(params=[1, 2], ids=["version 1", "version 2"])
-def machine(request, tmp_path) -> Machine:
+def machine(request, tmp_path, monkeypatch) -> Machine:
     try:
-        return Machine(tmp_path, request.param)
+        return Machine(tmp_path, request.param, monkeypatch)
     except IndexError:
         pytest.skip(f"this process is in no group of version {request.param}")
 
@@ -96,9 +98,11 @@ def test_kill_when_the_group_is_gone_then_the_host_is_asked(machine):
     assert watch.was_killed() is True
 
 
-def test_kill_when_nothing_counts_then_it_is_not_known(tmp_path):
-    assert OomWatch(os.getpid(), tmp_path / "none", tmp_path / "none").was_killed() is None
-    assert OomWatch(2**30, tmp_path / "none", tmp_path / "none").was_killed() is None
+def test_kill_when_nothing_counts_then_it_is_not_known(tmp_path, monkeypatch):
+    monkeypatch.setattr("dure.host.cgroups.CGROUPS", tmp_path / "none")
+    monkeypatch.setattr("dure.host.oom._VMSTAT", tmp_path / "none")
+    assert OomWatch(os.getpid()).was_killed() is None
+    assert OomWatch(2**30).was_killed() is None
 
 
 def test_process_when_it_is_put_into_another_group_then_that_one_counts(machine, monkeypatch):

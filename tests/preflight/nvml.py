@@ -1,8 +1,13 @@
 """A stand-in for pynvml on a machine that has GPUs: its names, constants, structures and errors are the real ones."""
 
 import ctypes
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
+from unittest import mock
 
 import pynvml
 
@@ -163,3 +168,12 @@ class Nvml:
 
     def nvmlDeviceGetTopologyCommonAncestor(self, one: Card, other: Card) -> int:
         return pynvml.NVML_TOPOLOGY_SINGLE if one.bus // 16 == other.bus // 16 else pynvml.NVML_TOPOLOGY_SYSTEM
+
+
+@contextmanager
+def installed(library: Nvml, visible: str | None = None) -> Iterator[None]:
+    """Let dure find this library, and these GPUs visible; None for all of them."""
+    with mock.patch.dict(sys.modules, {"pynvml": library}), mock.patch.dict(os.environ):
+        os.environ.pop("CUDA_VISIBLE_DEVICES", None)
+        os.environ |= {} if visible is None else {"CUDA_VISIBLE_DEVICES": visible}
+        yield

@@ -8,7 +8,7 @@ from dure.host.nvml import GpuFacts, gpu_facts
 from dure.preflight.findings import Finding
 from dure.preflight.gpu_checks import gpu_checks
 from tests.preflight.facts import host, of_name
-from tests.preflight.nvml import Card, Nvml
+from tests.preflight.nvml import Card, Nvml, installed
 
 HGX = [Card(bus, links=["switch"] * 18) for bus in (0x1B, 0x43, 0x52, 0x61)]
 BRIDGED = [Card(0x10, links=[0x11] * 4), Card(0x11, links=[0x10] * 4)]
@@ -17,7 +17,8 @@ PLAIN = [Card(0x10, name="NVIDIA L40S", pcie=(1, 4, 16, 16)), Card(0x90, name="N
 
 def facts_of(*cards: Card) -> GpuFacts:
     nvml = Nvml(*cards)
-    found = gpu_facts(nvml, visible=",".join(map(str, range(len(cards)))))
+    with installed(nvml, ",".join(map(str, range(len(cards))))):
+        found = gpu_facts()
     assert not nvml.is_open
     return found
 
@@ -120,7 +121,8 @@ def test_links_when_one_gpu_has_fewer_then_it_is_named():
     ],
 )
 def test_driver_when_it_is_missing_or_broken_then_that_is_told(why_not, said, is_broken):
-    facts = gpu_facts(Nvml(why_not=why_not))
+    with installed(Nvml(why_not=why_not)):
+        facts = gpu_facts()
     assert (facts.why_none, facts.is_broken) == (said, is_broken)
     assert gpu_checks(host(gpus=facts), share_devices=False)[0].text == said
     wanted = gpu_checks(host(gpus=facts, device="cuda"), share_devices=False)[0]
@@ -134,9 +136,9 @@ def test_driver_when_a_gpu_has_fallen_off_the_bus_then_that_is_told():
         raise pynvml.NVMLError(pynvml.NVML_ERROR_GPU_IS_LOST)
 
     nvml.nvmlDeviceGetComputeMode = lost
-    assert gpu_facts(nvml, visible="0") == GpuFacts(
-        why_none="the NVIDIA driver does not answer: GPU is lost", is_broken=True
-    )
+    with installed(nvml, "0"):
+        facts = gpu_facts()
+    assert facts == GpuFacts(why_none="the NVIDIA driver does not answer: GPU is lost", is_broken=True)
 
 
 def test_real_library_when_there_is_no_driver_then_nothing_is_raised():

@@ -5,7 +5,6 @@ import os
 import resource
 import subprocess
 import threading
-from pathlib import Path
 
 import pytest
 
@@ -193,9 +192,10 @@ def test_ports_when_none_can_be_had_then_that_is_told(monkeypatch):
         ({}, None),
     ],
 )
-def test_quota_of_a_container_when_there_is_one_then_is_read(files, quota, tmp_path):
+def test_quota_of_a_container_when_there_is_one_then_is_read(files, quota, tmp_path, monkeypatch):
     for place in (tmp_path, tmp_path / "cpu"):
         place.mkdir(exist_ok=True)
         for name, text in files.items():
             (place / name).write_text(text)
-    assert cpu_quota(Path(tmp_path)) == quota
+    monkeypatch.setattr("dure.host.cgroups.CGROUPS", tmp_path)
+    assert cpu_quota() == quota

@@ -44,23 +44,18 @@ class GpuHealth:
     """Problems of the GPU, each as words that follow its name."""
 
 
-def gpu_health(
-    index: int, library: Any = None, visible: str | None = None, limit_seconds: float = LIMIT_SECONDS
-) -> GpuHealth:
+def gpu_health(index: int, limit_seconds: float = LIMIT_SECONDS) -> GpuHealth:
     """Query the driver whether a GPU is lost, must be reset, or has had memory errors.
 
     Args:
         index: CUDA index of the GPU in this process.
-        library: Object with pynvml's names; None for pynvml.
-        visible: `CUDA_VISIBLE_DEVICES`; None for that of the environment.
         limit_seconds: Maximum seconds to wait for the driver.
     """
     answers: list[GpuHealth] = []
 
     def ask() -> None:
         with suppress(Exception):  # no error here may hide the failure that is being explained
-            nvml = importlib.import_module("pynvml") if library is None else library
-            answers.append(_asked(nvml, index, os.environ.get("CUDA_VISIBLE_DEVICES") if visible is None else visible))
+            answers.append(_asked(importlib.import_module("pynvml"), index, os.environ.get("CUDA_VISIBLE_DEVICES")))
 
     thread = threading.Thread(target=ask, name="dure-gpu-health", daemon=True)
     thread.start()
@@ -72,15 +67,9 @@ def gpu_health(
     return GpuHealth()
 
 
-def visible_gpus(library: Any = None, visible: str | None = None) -> list[str]:
-    """Return the UUIDs of the GPUs, or parts of GPUs, that a process sees; empty if the driver does not report them.
-
-    Args:
-        library: Object with pynvml's names; None for pynvml.
-        visible: `CUDA_VISIBLE_DEVICES`; None for that of the environment.
-    """
-    nvml = importlib.import_module("pynvml") if library is None else library
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES") if visible is None else visible
+def visible_gpus() -> list[str]:
+    """Return the UUIDs of the GPUs, or parts of GPUs, that this process sees; empty if the driver reports none."""
+    nvml, visible = importlib.import_module("pynvml"), os.environ.get("CUDA_VISIBLE_DEVICES")
     words = [] if visible is None else [word.strip() for word in visible.split(",")]
     if words and all(word.startswith("MIG-") for word in words):
         return words

@@ -87,15 +87,9 @@ class GpuFacts:
     pairs: tuple[GpuPair, ...] = ()
 
 
-def gpu_facts(library: Any = None, visible: str | None = None) -> GpuFacts:
-    """Query NVML for every GPU that this process sees.
-
-    Args:
-        library: Object with pynvml's names; None for pynvml.
-        visible: `CUDA_VISIBLE_DEVICES`; None for that of the environment.
-    """
-    nvml = importlib.import_module("pynvml") if library is None else library
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES") if visible is None else visible
+def gpu_facts() -> GpuFacts:
+    """Query NVML for every GPU that this process sees."""
+    nvml = importlib.import_module("pynvml")
     try:
         nvml.nvmlInit()
     except nvml.NVMLError as error:
@@ -103,7 +97,7 @@ def gpu_facts(library: Any = None, visible: str | None = None) -> GpuFacts:
             return GpuFacts(why_none="no NVIDIA driver")
         return GpuFacts(why_none=f"the NVIDIA driver does not work: {error}", is_broken=True)
     try:
-        return _Reader(nvml).facts(visible)
+        return _Reader(nvml).facts(os.environ.get("CUDA_VISIBLE_DEVICES"))
     except nvml.NVMLError as error:
         return GpuFacts(why_none=f"the NVIDIA driver does not answer: {error}", is_broken=True)
     finally:

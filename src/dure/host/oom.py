@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from dure.host.cgroups import CGROUPS, groups_of
+from dure.host.cgroups import groups_of
 
 _VMSTAT = Path("/proc/vmstat")
 _NO_LIMIT_BYTES = 2**60
@@ -19,16 +19,16 @@ class OomWatch:
     read. The host's counter includes all containers, so that a kill in another one would look like this process's.
     """
 
-    def __init__(self, pid: int, root: Path = CGROUPS, vmstat: Path = _VMSTAT) -> None:
-        self._pid, self._root, self._vmstat = pid, root, vmstat
-        self._host_before = _number(vmstat, "oom_kill")
+    def __init__(self, pid: int) -> None:
+        self._pid = pid
+        self._host_before = _number(_VMSTAT, "oom_kill")
         self._groups: list[Path] = []
         self._before: dict[Path, tuple[int | None, int | None]] = {}
         self.look()
 
     def look(self) -> None:
         """Find the process's groups while it lives, because it may have been moved."""
-        groups = list(groups_of("memory", self._pid, self._root))
+        groups = list(groups_of("memory", self._pid))
         # version 1 reports the root group for a process that is about to end
         if groups and groups[0] not in self._groups:
             self._groups, self._before = groups, {group: _counts(group) for group in groups}
@@ -38,7 +38,7 @@ class OomWatch:
         own = next((group for group in self._groups if self._before[group][0] is not None), None)
         if own is not None and (kills := _counts(own)[0]) is not None:
             return kills != self._before[own][0]
-        now = _number(self._vmstat, "oom_kill")
+        now = _number(_VMSTAT, "oom_kill")
         return None if self._host_before is None or now is None else now > self._host_before
 
     def limit_bytes(self) -> int | None:

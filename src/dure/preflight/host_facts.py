@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from dure.host.cgroups import CGROUPS, groups_of
+from dure.host.cgroups import groups_of
 from dure.host.devices import available_memory_bytes, count_cores
 from dure.host.nvml import GpuFacts, gpu_facts
 from dure.preflight.settings import PreflightSettings
@@ -176,10 +176,10 @@ def _finite(limit: int) -> int:
     return 2**31 if limit == resource.RLIM_INFINITY else limit
 
 
-def cpu_quota(root: Path = CGROUPS) -> float | None:
+def cpu_quota() -> float | None:
     """Return the number of cores' worth of time that the cgroups of this process permit, or None."""
     quotas = []
-    for folder in groups_of("cpu", root=root):
+    for folder in groups_of("cpu"):
         with suppress(OSError, ValueError):
             quota, _, period = (folder / "cpu.max").read_text().strip().partition(" ")
             quotas += [] if quota == "max" else [int(quota) / int(period)]
@@ -189,10 +189,10 @@ def cpu_quota(root: Path = CGROUPS) -> float | None:
     return min(quotas, default=None)
 
 
-def _left_in_cgroup(root: Path = CGROUPS) -> int:
+def _left_in_cgroup() -> int:
     """Return the memory that the cgroups of this process still permit; cached files are reclaimed and do not count."""
     left = [_NO_LIMIT_BYTES]
-    for folder in groups_of("memory", root=root):
+    for folder in groups_of("memory"):
         for limit, used, cached in (
             ("memory.max", "memory.current", "inactive_file"),
             ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),

@@ -79,7 +79,7 @@ def test_nodes_when_they_agree_then_ranks_follow_each_other(two):
         (2, 3, "127.0.0.1"),
     ]
     assert two[1].interface == "lo"
-    assert [two[0].node_of(rank).node_rank for rank in range(3)] == [0, 0, 1]
+    assert [(member.node_rank, member.num_ranks) for member in two[0].members] == [(0, 2), (1, 1)]
 
 
 def test_rendezvous_when_all_are_there_then_nobody_can_knock_any_more(two, settings):

@@ -311,11 +311,6 @@ class ChannelListener:
         return tuple(self._listener.getsockname())
 
     @property
-    def num_guests(self) -> int:
-        """Return the current number of unauthenticated peers."""
-        return len(self._guests)
-
-    @property
     def descriptors(self) -> list[int]:
         """Return the descriptors to wait on for new peers and their messages."""
         return [self._listener.fileno(), *self._guests]

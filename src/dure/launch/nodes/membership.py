@@ -76,14 +76,6 @@ class Membership:
         """Return a present node by its rank."""
         return next(member for member in self.members if member.node_rank == node_rank)
 
-    def node_of(self, rank: int) -> Member:
-        """Return the node that a rank runs on."""
-        for member in self.members:
-            if rank < member.num_ranks:
-                return member
-            rank -= member.num_ranks
-        raise IndexError(rank)
-
     def take_in(self, members: Sequence[Member]) -> None:
         """Set the nodes of the next round; rank 0, whose store all ranks use, is on the leader."""
         self.members = tuple(sorted(members, key=lambda one: (one.node_rank != self.leader, one.node_rank)))

@@ -153,7 +153,7 @@ def _of_model(traits: LossTraits) -> LossTraits:
     )
 
 
-def few(names: Sequence[str], most: int = 4) -> str:
-    """Return the first names, and the number of further ones."""
-    shown = ", ".join(names[:most])
-    return shown if len(names) <= most else f"{shown} and {len(names) - most} more"
+def few(names: Sequence[str]) -> str:
+    """Return the first four names, and the number of further ones."""
+    shown = ", ".join(names[:4])
+    return shown if len(names) <= 4 else f"{shown} and {len(names) - 4} more"

@@ -262,10 +262,6 @@ def _combined(batches: Sequence[dict[str, tuple[float, float]]]) -> dict[str, Me
     return metrics
 
 
-def _numbers(name: str, measured: Sum) -> tuple[float, float]:
-    return _number(measured.total), check_count(name, _number(measured.count))
-
-
 def _number(value: "Tensor | float") -> float:
     if isinstance(value, Tensor) and value.dim():
         raise TaskInvalid(

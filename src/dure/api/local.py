@@ -50,7 +50,7 @@ def count_processes(spec: RunSpec) -> int:
 
 
 def start_workers(
-    notes: Notes, spec: RunSpec, job: TrainJob | EvaluateJob, *, way_back: LeaderFailover | None = None
+    notes: Notes, spec: RunSpec, job: TrainJob | EvaluateJob, *, failover: LeaderFailover | None = None
 ) -> Outcome:
     """Start the run's ranks of this host, and return when those of all hosts have ended.
 
@@ -58,7 +58,7 @@ def start_workers(
         notes: Notes on the run, with its folder and its hosts.
         spec: Spec of the run.
         job: Job of the ranks.
-        way_back: Failover of this host when it has lost the others; None if there is none.
+        failover: Failover of this host when it has lost the others; None if there is none.
     """
     run, nodes = notes.run, notes.nodes
     num_processes = nodes.me.num_ranks
@@ -92,7 +92,7 @@ def start_workers(
         restarts=RestartPolicy(most=notes.max_restarts, window_seconds=spec.restart_window_seconds),
         # an evaluation has no steps that would show the progress of its ranks
         hangs=HangPolicy(hang_after=spec.hang_after, action=spec.on_hang) if isinstance(job, TrainJob) else None,
-        way_back=way_back,
+        failover=failover,
     )
     return run_ranks(launch, notes, Voices(of=voice_of, relay=relay))
 

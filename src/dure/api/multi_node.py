@@ -155,12 +155,12 @@ def train_on_hosts(
             notes.print_status(
                 f"node {nodes.me.node_rank} takes part in {run.path.name}; node {nodes.leader} shows how it goes"
             )
-        way_back = None
+        failover = None
         if several is not None and nodes.is_elastic:
-            way_back = _way_back(notes, several, facts, held)
+            failover = _failover(notes, several, facts, held)
         if nodes.folder is None:
             nodes.gather(None)  # node 0 has written the spec, which the ranks read
-        outcome = start_workers(notes, spec, TrainJob(run=str(run.path)), way_back=way_back)
+        outcome = start_workers(notes, spec, TrainJob(run=str(run.path)), failover=failover)
         is_own = nodes.is_leader and (nodes.lease is None or not nodes.lease.is_taken())
         if nodes.lease is not None and is_own:
             held.callback(nodes.lease.give_up)
@@ -188,7 +188,7 @@ def _folder(nodes: Nodes, resolved: ResolvedSpec, resume: "Path | str | None", h
     return met.run
 
 
-def _way_back(notes: Notes, several: NodeSettings, facts: dict[str, Any], held: ExitStack) -> LeaderFailover:
+def _failover(notes: Notes, several: NodeSettings, facts: dict[str, Any], held: ExitStack) -> LeaderFailover:
     """Publish the leader in the run's folder, and prepare a failover for when it cannot be reached."""
     run, nodes = notes.run, notes.nodes
     port, folder = split_address(several.rendezvous)[1], str(run.path.resolve())

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from dure.launch.nodes import failover as way_back
+from dure.launch.nodes import failover
 from dure.launch.nodes import leader_lease as lease_module
 from dure.launch.nodes.channel import ChannelListener
 from dure.launch.nodes.failover import FailoverResult, LeaderFailover
@@ -23,14 +23,14 @@ from dure.launch.nodes.secret import read_secret
 from dure.process.round_orders import RoundPlan
 from tests.launch.nodes.one_read import answer_together
 
-CONNECT_SECONDS = way_back._CONNECT_SECONDS
+CONNECT_SECONDS = failover._CONNECT_SECONDS
 
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(lease_module, "RENEW_SECONDS", 0.02)
     for name, seconds in (("STALE", 0.4), ("_GONE", 0.3), ("_CONNECT", 0.2), ("_LOOK", 0.01)):
-        monkeypatch.setattr(way_back, f"{name}_SECONDS", seconds)
+        monkeypatch.setattr(failover, f"{name}_SECONDS", seconds)
 
 
 @dataclass
@@ -171,7 +171,7 @@ def carry(source: socket.socket, target: socket.socket, seconds: float) -> None:
 
 
 def test_node_when_the_leader_is_far_away_then_it_comes_back(cut_off, monkeypatch):
-    monkeypatch.setattr(way_back, "_CONNECT_SECONDS", CONNECT_SECONDS)
+    monkeypatch.setattr(failover, "_CONNECT_SECONDS", CONNECT_SECONDS)
     listener = ChannelListener(
         socket.AF_INET, ("127.0.0.1", 0), read_secret(cut_off.run / "secret", host="x", may_make=False)
     )

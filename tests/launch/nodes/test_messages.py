@@ -40,10 +40,10 @@ MESSAGES = [
     messages.Done(steps={2: 7, 3: -1}, has_snapshots=True),
     messages.Over(refusal="used up"),
     messages.Lost(text="node 1 is gone", is_fatal=False),
-    messages.Look(number=12),
-    messages.LookWish(seconds=2.5, only_if_waited=True, is_confirmed=False),
+    messages.Survey(number=12),
+    messages.SurveyRequest(seconds=2.5, only_if_waited=True, is_confirmed=False),
     messages.State(number=12, state=STATE),
-    messages.Looked(number=12),
+    messages.Surveyed(number=12),
     messages.Hang(text="no step", culprits=(3,), is_certain=True, acts=False),
     messages.NoHang(seconds=2.5),
 ]

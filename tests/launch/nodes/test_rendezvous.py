@@ -331,7 +331,7 @@ def test_node_when_it_comes_while_the_run_stops_then_the_ranks_may_write_their_c
         zero.ready.add(2)
         zero.exchange_signals([int(signal.SIGTERM)] if is_asked else [])
         zero.reception.let_in(zero)
-        assert (zero.news.shaken is None) is is_asked
+        assert (zero.news.interrupted_because is None) is is_asked
 
 
 def test_node_when_it_says_what_makes_no_sense_then_it_is_left_out_and_the_reason_is_named(two):

@@ -47,7 +47,7 @@ class Peers(Protocol):
         """Record that a joining node has continued for longer than this one."""
         ...
 
-    def shake(self, why: str) -> None:
+    def interrupt_round(self, why: str) -> None:
         """End the round, so that the next one begins with other nodes."""
         ...
 
@@ -133,9 +133,11 @@ class JoinListener:
             nodes.add(member.node_rank, channel)
         come = sorted(rank for rank in self.waiting if rank in nodes.ready)
         here = {member.node_rank for member in nodes.members}
-        if come and nodes.news.shaken is None and not (nodes.is_over or nodes.is_stopping):
+        if come and nodes.news.interrupted_because is None and not (nodes.is_over or nodes.is_stopping):
             back = ", ".join(str(self.waiting[rank]) for rank in come)
-            nodes.shake(f"{back} {'is' if len(come) == 1 else 'are'} there" + (" again" if here & set(come) else ""))
+            nodes.interrupt_round(
+                f"{back} {'is' if len(come) == 1 else 'are'} there" + (" again" if here & set(come) else "")
+            )
 
     def close(self) -> None:
         """Refuse all further nodes."""

@@ -73,7 +73,7 @@ class LeaderFailover:
             nodes: All nodes, as known to this node.
             is_stopped: Whether this node was asked to stop meanwhile.
         """
-        lease, why = nodes.lease, nodes.news.shaken or "another node leads the run"
+        lease, why = nodes.lease, nodes.news.interrupted_because or "another node leads the run"
         assert lease is not None
         leader = next((str(member) for member in nodes.members if member.node_rank == nodes.leader), "the leader")
         old = [member.node_rank for member in nodes.members if member.node_rank != nodes.leader]

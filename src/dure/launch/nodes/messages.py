@@ -160,14 +160,14 @@ class Lost:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Look:
+class Survey:
     """Request of the leader to probe the ranks of each node."""
 
     number: Count
 
 
 @dataclass(frozen=True, kw_only=True)
-class LookWish:
+class SurveyRequest:
     """Request of a node to probe all ranks."""
 
     seconds: Time
@@ -188,7 +188,7 @@ class State:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Looked:
+class Surveyed:
     """Notice that a node has sent the states of all its ranks."""
 
     number: Count
@@ -214,10 +214,10 @@ class NoHang:
     """Seconds for which no step had finished."""
 
 
-LookMessage = Look | LookWish | State | Looked | Hang | NoHang
+SurveyMessage = Survey | SurveyRequest | State | Surveyed | Hang | NoHang
 Message = (
     Join | Welcome | Later | Refused | Beat | Gather | Gathered | Ready | Round | Signal | Ending | End | Done | Over
-    | Lost | LookMessage
+    | Lost | SurveyMessage
 )  # fmt: skip
 _KINDS: Mapping[str, type[Message]] = {kind.__name__: kind for kind in get_args(Message)}
 

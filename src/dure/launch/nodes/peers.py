@@ -155,8 +155,8 @@ class Nodes(Membership, Links):
         while True:
             if self.refusal is not None:
                 raise self.refusal
-            if self.lost or self.news.shaken or self.has_lost_leader:
-                raise WorkerFailed(self.lost or self.news.shaken or "the leader of the run is gone")
+            if self.lost or self.news.interrupted_because or self.has_lost_leader:
+                raise WorkerFailed(self.lost or self.news.interrupted_because or "the leader of the run is gone")
             if self._signals:
                 raise StoppedByPeer(self._signals[0][0])
             if self._answers:
@@ -198,10 +198,10 @@ class Nodes(Membership, Links):
         self.watch()
         return message
 
-    def shake(self, text: str) -> None:
+    def interrupt_round(self, text: str) -> None:
         """End this round on all nodes, so that the next one begins with the nodes present then."""
-        if self.news.shaken is None:
-            self.news.shaken = text
+        if self.news.interrupted_because is None:
+            self.news.interrupted_because = text
             if self.is_leader:
                 self.send_to_all(messages.Lost(text=text, is_fatal=False))
 
@@ -287,8 +287,8 @@ class Nodes(Membership, Links):
             self.lease.unchanged_seconds()  # watched from now on, so that it is known sooner whether the leader lives
         if self.lease is not None and self.is_leader:
             self.lease.renew(self.round)
-            if self.lease.is_deposed and self.news.shaken is None:
-                self.news.shaken = "another node has taken the lead, for nothing was seen of this one"
+            if self.lease.is_deposed and self.news.interrupted_because is None:
+                self.news.interrupted_because = "another node has taken the lead, for nothing was seen of this one"
         if self.reception is not None and self.is_leader:
             self.reception.let_in(self)
 
@@ -405,19 +405,19 @@ class Nodes(Membership, Links):
             case messages.Lost(is_fatal=True):
                 self.lost = self.lost or message.text
             case messages.Lost():
-                self.news.shaken = self.news.shaken or message.text
+                self.news.interrupted_because = self.news.interrupted_because or message.text
             case messages.Refused():
                 self.refusal = self.refusal or refused_error(message)
                 self._pass_on(rank, message)
             case (
-                messages.Look()
-                | messages.LookWish()
+                messages.Survey()
+                | messages.SurveyRequest()
                 | messages.State()
-                | messages.Looked()
+                | messages.Surveyed()
                 | messages.Hang()
                 | messages.NoHang()
             ):
-                self.news.looks.append((rank, message))
+                self.news.survey_messages.append((rank, message))
 
     def _pass_on(self, rank: int, message: Message) -> None:
         if self.is_leader:
@@ -443,7 +443,7 @@ class Nodes(Membership, Links):
         )
         self.has_lost_leader = not self.is_leader
         if self.is_elastic and self.is_under_way:
-            self.shake(text)
+            self.interrupt_round(text)
         elif self.lost is None and self.refusal is None:
             self.lost = text
             self.send_to_all(messages.Lost(text=text, is_fatal=True))

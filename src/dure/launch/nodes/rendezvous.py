@@ -34,7 +34,7 @@ from dure.terminal import print_status
 
 __all__ = ["DEFAULT_PORT", "NodeSettings", "join", "node_settings", "split_address"]
 
-PROTOCOL = 3
+PROTOCOL = 4
 DEFAULT_TIMEOUT_SECONDS = 600.0
 LAST_CALL_SECONDS = 5.0
 """Seconds that the nodes wait for further ones before a run begins, once there are enough."""

@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 
 from dure.failures.verdict import WorkerEnd
-from dure.launch.nodes.messages import LookMessage
+from dure.launch.nodes.messages import SurveyMessage
 
 
 @dataclass
@@ -13,7 +13,7 @@ class RoundNews:
     endings: set[str] = field(default_factory=set)
     """Reports of other nodes on their first rank that ended: `failed`, `killed`, `stopped` or `ended`."""
     has_sent_ending: bool = False
-    shaken: str | None = None
+    interrupted_because: str | None = None
     """Reason to end this round and begin the next one with other nodes."""
     steps: dict[int, int] = field(default_factory=dict)
     """Step of each rank at its end, by rank."""
@@ -23,7 +23,7 @@ class RoundNews:
     """Nodes whose ranks have all ended."""
     with_snapshots: set[int] = field(default_factory=set)
     """Those of them that have snapshots of ranks in memory."""
-    looks: list[tuple[int, LookMessage]] = field(default_factory=list)
+    survey_messages: list[tuple[int, SurveyMessage]] = field(default_factory=list)
     """Messages about probes of ranks that hang, each with the node rank of its sender."""
 
     @property
@@ -36,7 +36,7 @@ class RoundNews:
         """Return whether a rank that ended had begun a step after the first one."""
         return any(step > 0 for step in self.steps.values())
 
-    def take_looks(self) -> list[tuple[int, LookMessage]]:
+    def take_survey_messages(self) -> list[tuple[int, SurveyMessage]]:
         """Return the nodes' messages about probes, each once; see `launch/rounds/node_hang_survey.py`."""
-        taken, self.looks = self.looks, []
+        taken, self.survey_messages = self.survey_messages, []
         return taken

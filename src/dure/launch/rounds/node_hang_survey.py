@@ -1,4 +1,4 @@
-"""Common probe of the ranks of all nodes when those of one hang: they may wait for ranks elsewhere."""
+"""Survey of the ranks of all nodes when those of one node hang: they may wait for ranks elsewhere."""
 
 import itertools
 import time
@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from dure.launch.hangs.diagnosis import HangVerdict, explain
 from dure.launch.hangs.rank_state import RankState
-from dure.launch.nodes.messages import Hang, Look, Looked, LookWish, NoHang, State
+from dure.launch.nodes.messages import Hang, NoHang, State, Survey, Surveyed, SurveyRequest
 from dure.launch.nodes.peers import Nodes
 
 _PATIENCE_SECONDS = 5.0
@@ -17,8 +17,8 @@ _PAUSE_SECONDS = 2.0
 _MOST_FRAMES, _MOST_THREADS, _MOST_CALLS = 30, 6, 4
 
 
-class JointLook:
-    """Probe that any node requests, that all nodes make, and whose verdict the leader sends to all.
+class HangSurvey:
+    """Probe of all ranks: any node may request it, every node makes it, and the leader sends the verdict to all.
 
     A certain verdict needs a second probe in which no culprit has moved: ranks are probed one after the other, and
     states of ranks that make progress may be inconsistent.
@@ -49,7 +49,7 @@ class JointLook:
         self._number = 0
         """Number of the current probe: a reply to an earlier one is too late."""
         self._states: list[RankState] = []
-        self._looked: set[int] = set()
+        self._replied: set[int] = set()
         self._suspicion: HangVerdict | None = None
         """A certain verdict, until the second probe; None if there is none."""
 
@@ -61,7 +61,7 @@ class JointLook:
             only_if_waited: Whether it is no hang unless a rank waits for another.
             is_confirmed: Whether a second probe must confirm a certain verdict; unnecessary if nothing follows from it.
         """
-        wish = LookWish(seconds=seconds, only_if_waited=only_if_waited, is_confirmed=is_confirmed)
+        wish = SurveyRequest(seconds=seconds, only_if_waited=only_if_waited, is_confirmed=is_confirmed)
         if not self._nodes.is_leader:
             self._nodes.send_to_first(wish)
         else:
@@ -69,37 +69,37 @@ class JointLook:
 
     def advance(self) -> tuple[HangVerdict, bool] | None:
         """Do what is due; return the verdict over all nodes once it is there, and whether to act on it."""
-        for rank, message in self._nodes.news.take_looks():
+        for rank, message in self._nodes.news.take_survey_messages():
             match message:
-                case Look():
+                case Survey():
                     self._send_states(message.number)
-                case LookWish():
+                case SurveyRequest():
                     self._begin(message)
                 case State() if message.number == self._number:
                     self._states.append(message.state)
-                case Looked() if message.number == self._number:
-                    self._looked.add(rank)
+                case Surveyed() if message.number == self._number:
+                    self._replied.add(rank)
                 case NoHang():
                     self._on_nothing(message.seconds)
                 case Hang():
                     return self._received_verdict(message)
         if self._deadline is None:
             return None
-        if len(self._looked) + 1 < len(self._nodes.members) and time.monotonic() < self._deadline:
+        if len(self._replied) + 1 < len(self._nodes.members) and time.monotonic() < self._deadline:
             return None
         return self._explained()
 
-    def _begin(self, wish: LookWish) -> None:
+    def _begin(self, wish: SurveyRequest) -> None:
         if self._deadline is not None or time.monotonic() < self._not_before:
             return
         self._seconds = wish.seconds
         self._only_if_waited, self._is_confirmed = wish.only_if_waited, wish.is_confirmed
         self._suspicion = None
-        self._look()
+        self._probe()
 
-    def _look(self) -> None:
-        self._number, self._looked = time.monotonic_ns(), set()
-        self._nodes.send_to_all(Look(number=self._number))
+    def _probe(self) -> None:
+        self._number, self._replied = time.monotonic_ns(), set()
+        self._nodes.send_to_all(Survey(number=self._number))
         self._states = list(self._examine())
         self._deadline = time.monotonic() + _PATIENCE_SECONDS
 
@@ -107,7 +107,7 @@ class JointLook:
         self._states = list(self._examine())
         for state in self._states:
             self._nodes.send_to_first(State(number=number, state=_shortened(state)))
-        self._nodes.send_to_first(Looked(number=number))
+        self._nodes.send_to_first(Surveyed(number=number))
 
     def _explained(self) -> tuple[HangVerdict, bool] | None:
         self._deadline, self._not_before = None, time.monotonic() + _PAUSE_SECONDS
@@ -119,7 +119,7 @@ class JointLook:
                 return None
             if verdict.is_certain and self._is_confirmed:
                 self._suspicion = verdict
-                self._look()
+                self._probe()
                 return None
         elif verdict.has_moved(self._states):
             self._nothing()
@@ -131,7 +131,7 @@ class JointLook:
         return verdict, acts
 
     def _nothing(self) -> None:
-        """Make all nodes poll again soon."""
+        """Tell all nodes that it was no hang, so that they compare again soon."""
         self._nodes.send_to_all(NoHang(seconds=self._seconds))
         self._on_nothing(self._seconds)
 
@@ -149,7 +149,7 @@ class JointLook:
         for member in self._nodes.members:
             last = first + member.num_ranks - 1
             ranks = f"rank {first}" if first == last else f"ranks {first} to {last}"
-            silent = "" if member.node_rank in (self._nodes.leader, *self._looked) else ", which did not answer"
+            silent = "" if member.node_rank in (self._nodes.leader, *self._replied) else ", which did not answer"
             lines.append(f"  {ranks}: {member}{silent}")
             first = last + 1
         return "\n".join(lines)

@@ -76,7 +76,7 @@ class Launch:
     """Listener to events of the ranks; None if there is none."""
     orders: RoundOrders = field(default_factory=RoundOrders)
     """Orders to the ranks, derived from how those of earlier rounds ended."""
-    way_back: LeaderFailover | None = None
+    failover: LeaderFailover | None = None
     """Failover for when the leader cannot be reached; None to end the run."""
     logs: RankLogs | None = None
     """Pipes and log pump of the ranks, serviced by the supervisor while they run."""

@@ -14,7 +14,7 @@ from dure.launch.hangs.diagnosis import HangVerdict, explain
 from dure.launch.hangs.probe import examine
 from dure.launch.hangs.rank_state import RankState
 from dure.launch.hangs.watchdog import LEAST_SECONDS, UNKNOWN_SECONDS, HangPolicy, Watchdog
-from dure.launch.rounds.node_hang_survey import JointLook
+from dure.launch.rounds.node_hang_survey import HangSurvey
 from dure.launch.rounds.request import Launch, StoreSocket
 from dure.launch.rounds.signal_forwarding import pass_on_signal
 from dure.launch.rounds.start_rank import start_worker
@@ -111,7 +111,7 @@ def _wait(launch: Launch, workers: list[Worker], memory: SurvivingMemory, receiv
     """
     watchdog = None if launch.hangs is None else Watchdog(memory.heartbeats, launch.hangs.hang_after)
     counts = call_counts(launch, watchdog)
-    look = joint_look(launch, workers, memory, watchdog, received)
+    survey = hang_survey(launch, workers, memory, watchdog, received)
     deadline = None if launch.most_seconds is None else time.monotonic() + launch.most_seconds
     stop = StopLimit(launch, memory.heartbeats)
     have_been_asked = False
@@ -130,7 +130,7 @@ def _wait(launch: Launch, workers: list[Worker], memory: SurvivingMemory, receiv
         grace = _least(grace, _exchange_events(launch, workers, received, ending))
         others += launch.nodes.descriptors
         if received:
-            grace = _least(grace, _time_to_stop(launch, stop, workers, memory, look))
+            grace = _least(grace, _time_to_stop(launch, stop, workers, memory, survey))
         if grace is not None:
             deadline = min(deadline or float("inf"), time.monotonic() + grace)
         left = None if deadline is None else deadline - time.monotonic()
@@ -150,24 +150,24 @@ def _wait(launch: Launch, workers: list[Worker], memory: SurvivingMemory, receiv
             if watchdog is not None:
                 watchdog.resume()
         if watchdog is not None and deadline is None:
-            hang = _hang(launch, workers, memory, watchdog, look)
+            hang = _hang(launch, workers, memory, watchdog, survey)
             if hang is not None:
                 return hang
 
 
 def _time_to_stop(
-    launch: Launch, stop: StopLimit, workers: list[Worker], memory: SurvivingMemory, look: JointLook | None
+    launch: Launch, stop: StopLimit, workers: list[Worker], memory: SurvivingMemory, survey: HangSurvey | None
 ) -> float:
     """Return the seconds that ranks have left after a stop signal; report why the stop waits, and where ranks are."""
     alive = [worker.rank for worker in workers if worker.end is None]
     seconds = stop.seconds_left(alive)
     last = min(memory.heartbeats.last(rank).time for rank in alive)
     if stop.is_half_over(seconds) and launch.hangs is not None and last:
-        if look is None:
+        if survey is None:
             _report_stop(launch, workers, explain(examine(workers, memory.heartbeats), time.monotonic() - last).text)
         else:
-            look.ask(time.monotonic() - last, is_confirmed=False)
-    if look is not None and (found := look.advance()) is not None:
+            survey.ask(time.monotonic() - last, is_confirmed=False)
+    if survey is not None and (found := survey.advance()) is not None:
         _report_stop(launch, workers, found[0].text)
     if (text := stop.reason_once(alive)) is not None:
         _report_stop(launch, workers, text)
@@ -196,14 +196,14 @@ def call_counts(launch: Launch, watchdog: Watchdog | None) -> CallCounts | None:
     return CallCounts(watchdog, _COUNTS_OF_A_LIMIT * (launch.hangs.hang_after or LEAST_SECONDS))
 
 
-def joint_look(
+def hang_survey(
     launch: Launch,
     workers: list[Worker],
     memory: SurvivingMemory,
     watchdog: Watchdog | None = None,
     received: Sequence[int] = (),
-) -> JointLook | None:
-    """Return the common probe of all nodes, if there are others."""
+) -> HangSurvey | None:
+    """Return the survey of all nodes, or None if there are no others."""
     hangs = launch.hangs
     if launch.nodes.is_alone or hangs is None:
         return None
@@ -216,8 +216,8 @@ def joint_look(
         return examine(workers, memory.heartbeats)
 
     if watchdog is None:
-        return JointLook(launch.nodes, examine_own, decide)
-    return JointLook(launch.nodes, examine_own, decide, watchdog.report_again_soon)
+        return HangSurvey(launch.nodes, examine_own, decide)
+    return HangSurvey(launch.nodes, examine_own, decide, watchdog.report_again_soon)
 
 
 def _decided(hangs: HangPolicy, watchdog: Watchdog, verdict: HangVerdict, seconds: float) -> tuple[HangVerdict, bool]:
@@ -232,14 +232,14 @@ def _decided(hangs: HangPolicy, watchdog: Watchdog, verdict: HangVerdict, second
 
 
 def _hang(
-    launch: Launch, workers: list[Worker], memory: SurvivingMemory, watchdog: Watchdog, look: JointLook | None
+    launch: Launch, workers: list[Worker], memory: SurvivingMemory, watchdog: Watchdog, survey: HangSurvey | None
 ) -> HangVerdict | None:
     """Report ranks that hang; return the verdict if they are to be ended."""
     seconds = watchdog.silent_seconds([worker.rank for worker in workers if worker.end is None])
-    if look is not None:
+    if survey is not None:
         if seconds is not None and not launch.nodes.is_one_quiet:
-            look.ask(seconds, only_if_waited=_only_if_waited(watchdog, seconds))
-        found = look.advance()
+            survey.ask(seconds, only_if_waited=_only_if_waited(watchdog, seconds))
+        found = survey.advance()
         if found is not None:
             report_hang(launch, workers, found[0])
         return found[0] if found is not None and found[1] else None
@@ -276,7 +276,7 @@ def _exchange_events(launch: Launch, workers: list[Worker], received: list[int],
         pass_on_signal(number, workers, is_first=len(received) == 1)
     if ending is not None:
         nodes.send_ending(ending)
-    if nodes.news.shaken is not None:
+    if nodes.news.interrupted_because is not None:
         return 0.0  # all are restarted anyway
     if nodes.lost is not None or nodes.refusal is not None:
         return _FAILURE_GRACE_SECONDS
@@ -294,7 +294,7 @@ def _fall_silent(launch: Launch, alive: list[Worker]) -> None:
     time.sleep(seconds)
     nodes = launch.nodes
     nodes.pump()
-    if nodes.news.shaken is None and nodes.lost is None:  # otherwise they are ended anyway
+    if nodes.news.interrupted_because is None and nodes.lost is None:  # otherwise they are ended anyway
         for worker in alive:
             worker.send(signal.SIGCONT)
 

@@ -21,7 +21,7 @@ from dure.launch.rounds.restart_policy import Restarts
 from dure.launch.rounds.round import (
     decide_to_fork,
     ending_of,
-    joint_look,
+    hang_survey,
     kill_all,
     listening_on,
     report_hang,
@@ -69,7 +69,7 @@ def run_workers(launch: Launch) -> Outcome:
             kill_all(workers)
             rounds.close_store()
             show_pending_output(launch, workers)
-        rounds.part()
+        rounds.leave()
         return Outcome(
             ends=nodes.news.ends,
             signal=received[0] if received else None,
@@ -97,10 +97,10 @@ class _Rounds:
         """Plan of the next round; on other nodes than the leader, the part of it that would apply if they led."""
         self.expected = {member.node_rank for member in self.nodes.members}
         """Node ranks for which the next round waits."""
-        self.patience = time.monotonic() + _PREPARATION_SECONDS
-        """Monotonic time until which it waits."""
-        self.hope = 0.0
-        """Monotonic time until which it also waits for unreachable nodes."""
+        self.deadline = time.monotonic() + _PREPARATION_SECONDS
+        """Monotonic time until which it waits for them."""
+        self.absent_deadline = 0.0
+        """Monotonic time until which it also waits for those that cannot be reached."""
         self.is_saving = False
         """True if a stop signal has arrived, so that the next round only saves the ranks' snapshots."""
         self.is_waiting = False
@@ -112,8 +112,8 @@ class _Rounds:
         """Run rounds until there is no more."""
         nodes = self.nodes
         nodes.is_under_way = True
-        if nodes.reception is not None and self.launch.way_back is not None:
-            nodes.reception.folder = self.launch.way_back.folder  # from now on nodes may join
+        if nodes.reception is not None and self.launch.failover is not None:
+            nodes.reception.folder = self.launch.failover.folder  # from now on nodes may join
         if not nodes.is_leader:
             nodes.send_to_first(Ready())
         while (ready := self._next()) is not None:
@@ -136,7 +136,7 @@ class _Rounds:
     def _next(self) -> tuple[RoundPlan, StoreSocket] | None:
         """Wait for the next round; None when there is none."""
         nodes = self.nodes
-        look = joint_look(self.launch, [], self.memory)
+        survey = hang_survey(self.launch, [], self.memory)
         while True:
             nodes.exchange_signals(self.received)
             self._apply_stop()
@@ -154,7 +154,7 @@ class _Rounds:
                 return begun.plan, StoreSocket(host=self._store_host(), port=begun.port, listener=None)
             nodes.sleep(0.2)
             nodes.pump()
-            if look is not None and (found := look.advance()) is not None:
+            if survey is not None and (found := survey.advance()) is not None:
                 report_hang(self.launch, [], found[0])
 
     def _apply_stop(self) -> None:
@@ -162,7 +162,7 @@ class _Rounds:
         if self.received and not self.is_saving and self._can_save():
             self.is_saving = True
             self.plan = self.plan.stopped_by(self.received[0])
-            self.patience = time.monotonic() + save_seconds(self.last)
+            self.deadline = time.monotonic() + save_seconds(self.last)
             self.nodes.exchange_signals(self.received)  # otherwise other nodes would take it for a signal to that round
 
     def _is_at_end(self) -> bool:
@@ -183,7 +183,7 @@ class _Rounds:
         is_whole = len(news.ends) == nodes.world_size and len(news.with_snapshots) == len(nodes.members)
         return (
             is_whole
-            and news.shaken is None
+            and news.interrupted_because is None
             and has_left_snapshots(self.last, news.ends, self.received, has_begun=news.has_begun)
         )
 
@@ -195,17 +195,17 @@ class _Rounds:
             known |= nodes.reception.waiting
         there = {rank for rank in known if nodes.is_known(rank)}
         ready = {rank for rank in there if rank == nodes.me.node_rank or rank in nodes.ready}
-        now, way_back = time.monotonic(), self.launch.way_back
-        wanted = self.expected if now < self.hope else self.expected & there
+        now, failover = time.monotonic(), self.launch.failover
+        wanted = self.expected if now < self.absent_deadline else self.expected & there
         if len(ready) >= nodes.fewest and wanted <= ready:
             self.is_waiting = False
             return [known[rank] for rank in ready]
-        if len(there) < nodes.fewest and now > self.hope and not self.is_waiting and way_back is not None:
+        if len(there) < nodes.fewest and now > self.absent_deadline and not self.is_waiting and failover is not None:
             self.is_waiting = True
-            way_back.on_wait(
+            failover.on_wait(
                 f"{len(there)} of the {nodes.fewest} nodes that the run needs are there: it waits for more"
             )
-        if now > self.patience:
+        if now > self.deadline:
             nodes.lost = nodes.lost or (
                 f"{len(ready)} of the {nodes.fewest} nodes that the run needs are there and ready, and the others did "
                 "not come within --rendezvous-timeout"
@@ -264,10 +264,10 @@ class _Rounds:
         if not self.received and ending_of(ends) == "stopped" and (number := stop_signal(ends)) is not None:
             nodes.send_signal(number)
         nodes.send_ending(ending_of(ends) or "ended")
-        look = joint_look(self.last, workers, self.memory)
+        survey = hang_survey(self.last, workers, self.memory)
 
         def tick() -> bool:
-            if look is not None and (found := look.advance()) is not None:
+            if survey is not None and (found := survey.advance()) is not None:
                 report_hang(self.last, workers, found[0])
             nodes.exchange_signals(self.received)
             return len(self.received) < 2
@@ -286,8 +286,8 @@ class _Rounds:
         if news.ends and all(end.exit_code == 0 for end in news.ends):
             return False
         self.expected = {member.node_rank for member in nodes.members if nodes.is_known(member.node_rank)}
-        timeout = _PREPARATION_SECONDS if self.launch.way_back is None else self.launch.way_back.timeout_seconds
-        self.patience = time.monotonic() + timeout
+        timeout = _PREPARATION_SECONDS if self.launch.failover is None else self.launch.failover.timeout_seconds
+        self.deadline = time.monotonic() + timeout
         self._apply_stop()
         if self._is_at_end():
             return False
@@ -295,8 +295,8 @@ class _Rounds:
             return True
         if self.hang is not None and hangs is not None and hangs.action == "stop":
             return False
-        if news.shaken is not None or (nodes.lease is not None and nodes.lease.is_deposed):
-            self.plan = self.plan.after_change(news.shaken)
+        if news.interrupted_because is not None or (nodes.lease is not None and nodes.lease.is_deposed):
+            self.plan = self.plan.after_change(news.interrupted_because)
             return True
         if self.hang is not None:
             restart = self.restarts.after_hang(self.hang)
@@ -309,12 +309,12 @@ class _Rounds:
 
     def _find_leader(self) -> bool:
         """Find the current leader; the ranks here have ended. False if the run does not continue here."""
-        way_back, nodes = self.launch.way_back, self.nodes
-        reason = nodes.news.shaken
-        if way_back is None:
+        failover, nodes = self.launch.failover, self.nodes
+        reason = nodes.news.interrupted_because
+        if failover is None:
             nodes.lost = reason or "the leader of the run is gone"
             return False
-        found = way_back.go(nodes, lambda: bool(self.received))
+        found = failover.go(nodes, lambda: bool(self.received))
         if found is None:
             return False
         if not found.keeps_memory:
@@ -322,13 +322,13 @@ class _Rounds:
         if nodes.is_leader:
             self.plan = self.plan.after_change(reason)
             self.expected = found.expected
-            self.patience = time.monotonic() + way_back.timeout_seconds
-            self.hope = time.monotonic() + found.patience_seconds
+            self.deadline = time.monotonic() + failover.timeout_seconds
+            self.absent_deadline = time.monotonic() + found.patience_seconds
         else:
             nodes.send_to_first(Ready())
         return True
 
-    def part(self) -> None:
+    def leave(self) -> None:
         """Announce the end to the others, or wait for the leader's announcement."""
         nodes = self.nodes
         if nodes.is_leader:

@@ -9,10 +9,10 @@ import pytest
 from dure.launch.hangs.diagnosis import HangVerdict
 from dure.launch.hangs.rank_state import RankState
 from dure.launch.nodes.member import Member
-from dure.launch.nodes.messages import Look, LookMessage
+from dure.launch.nodes.messages import Survey, SurveyMessage
 from dure.launch.nodes.round_state import RoundNews
-from dure.launch.rounds import node_hang_survey as joint_look
-from dure.launch.rounds.node_hang_survey import JointLook
+from dure.launch.rounds import node_hang_survey as hang_survey
+from dure.launch.rounds.node_hang_survey import HangSurvey
 from tests.launch.hangs.test_hang import call, rank
 
 Step = Callable[[], Sequence[RankState]]
@@ -33,14 +33,14 @@ class Node:
     def __post_init__(self) -> None:
         self.members = [Member(node_rank=rank, host="h", address="a", num_ranks=1) for rank in (0, 1)]
         self.is_leader = self.node_rank == self.leader
-        self.look = JointLook(self, self.looks, lambda verdict, seconds: (verdict, True), self.nothing.append)
+        self.look = HangSurvey(self, self.looks, lambda verdict, seconds: (verdict, True), self.nothing.append)
 
-    def send_to_all(self, message: LookMessage) -> None:
+    def send_to_all(self, message: SurveyMessage) -> None:
         for node in self.heard.values():
-            node.news.looks.append((self.node_rank, copy.deepcopy(message)))
+            node.news.survey_messages.append((self.node_rank, copy.deepcopy(message)))
 
-    def send_to_first(self, message: LookMessage) -> None:
-        self.heard[0].news.looks.append((self.node_rank, copy.deepcopy(message)))
+    def send_to_first(self, message: SurveyMessage) -> None:
+        self.heard[0].news.survey_messages.append((self.node_rank, copy.deepcopy(message)))
 
 
 def two(*theirs: RankState) -> list[Node]:
@@ -79,7 +79,7 @@ def test_verdict_when_nothing_certain_follows_then_one_look_is_enough(theirs):
 
 
 def test_verdict_when_the_rank_to_blame_does_not_answer_a_second_look_then_there_is_none(monkeypatch):
-    monkeypatch.setattr(joint_look, "_PATIENCE_SECONDS", 0.0)
+    monkeypatch.setattr(hang_survey, "_PATIENCE_SECONDS", 0.0)
     nodes = two(IS_GONE)
     nodes[0].look.ask(12.0)
     nodes[1].look.advance()
@@ -90,7 +90,7 @@ def test_verdict_when_the_rank_to_blame_does_not_answer_a_second_look_then_there
 
 def test_answer_when_it_belongs_to_an_earlier_look_then_it_is_left_out():
     nodes = two(replace(IS_GONE, exit_code=3), IS_GONE, IS_GONE)
-    nodes[1].news.looks.append((0, Look(number=1)))
+    nodes[1].news.survey_messages.append((0, Survey(number=1)))
     nodes[1].look.advance()
     nodes[0].look.ask(12.0)
     assert len(nodes[0].look._states) == 1

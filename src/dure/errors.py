@@ -26,6 +26,7 @@ DureError                     exit code 1
 └── Interrupted               129, 130 or 143; 75 after SIGUSR1
 """
 
+import errno
 from collections.abc import Mapping, Sequence
 
 from dure.terminal import printable
@@ -79,6 +80,13 @@ class CheckpointMismatch(Misuse):
 
 class DiskFull(Misuse):
     """Lack of free space for data that must be written."""
+
+    CURE = "free some space, or use another --runs-dir"
+
+    @staticmethod
+    def is_reported_by(error: BaseException) -> bool:
+        """Return whether an error is the operating system's, about space or a quota that is used up."""
+        return isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
 
 
 class UnusedParameters(Misuse):

@@ -53,5 +53,14 @@ def touch(path: Path) -> None:
     os.close(open_own(path, os.O_WRONLY | os.O_CREAT))
 
 
+def sync_folder(path: Path) -> None:
+    """Flush a folder's entries to disk; only then are created or renamed files certain to be found again."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
 def _mode(folder: Path | str) -> int:
     return stat.S_IMODE(os.stat(folder).st_mode) & SHARED

@@ -235,9 +235,8 @@ def report_undisturbed(report: Callable[[], int]) -> int:
 
 def _named(error: BaseException) -> BaseException:
     """Replace an error that dure itself met while writing its records by one of its own class."""
-    is_full = isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
-    if is_full and _user_line(error) is None:
-        named = DiskFull("the disk is full while records are written: free some space, or use another --runs-dir")
+    if DiskFull.is_reported_by(error) and _user_line(error) is None:
+        named = DiskFull(f"the disk is full while records are written: {DiskFull.CURE}")
         return named.with_traceback(error.__traceback__)
     if isinstance(error, OSError) and error.errno == errno.EBADF and _is_in_dure(error):
         closed = TaskInvalid(

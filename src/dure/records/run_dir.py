@@ -30,7 +30,7 @@ from pydantic import ValidationError
 
 from dure.documents import DocumentInvalid, not_waiting, read_json
 from dure.errors import DiskFull, EnvironmentLacks, RunInvalid
-from dure.own_files import PRIVATE, SHARED, make_folder, open_own
+from dure.own_files import PRIVATE, SHARED, make_folder, open_own, sync_folder
 from dure.records.events import Attempt, Event, Hang, event_from_json, event_to_json
 from dure.records.jsonl import end_of_lines_until, last_record, read_lines
 from dure.records.step_record import RunEnd, StepRecord, step_from_json
@@ -173,7 +173,7 @@ class RunDir:
             except OSError:
                 temporary.unlink(missing_ok=True)
                 raise
-            _fsync_folder(target.parent)
+            sync_folder(target.parent)
 
     def read_json(self, name: str) -> Any:
         """Read a record that `write_json` wrote.
@@ -505,24 +505,13 @@ def os_errors_as_sentences(path: Path, done: str) -> Iterator[None]:
             raise
         raise RunInvalid(f"{path} cannot be {done}: a file of that name is in the way") from None
     except OSError as error:
-        if error.errno in (errno.ENOSPC, errno.EDQUOT):
-            raise DiskFull(
-                f"{path} cannot be {done}: the disk is full; free some space or use another --runs-dir"
-            ) from None
+        if DiskFull.is_reported_by(error):
+            raise DiskFull(f"{path} cannot be {done}: the disk is full; {DiskFull.CURE}") from None
         if error.errno == errno.ELOOP:
             raise RunInvalid(
                 f"{path} cannot be {done}: it is a link, which could lead anywhere; put a copy in its place"
             ) from None
         raise RunInvalid(f"{path} cannot be {done}: {error.strerror}") from None
-
-
-def _fsync_folder(path: Path) -> None:
-    """Make a rename in this folder survive a power failure."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def _versions() -> dict[str, str]:

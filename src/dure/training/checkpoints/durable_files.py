@@ -9,10 +9,8 @@ from hashlib import sha256
 from pathlib import Path
 
 from dure.errors import CheckpointDamaged, DiskFull
-from dure.own_files import open_own
+from dure.own_files import open_own, sync_folder
 from dure.units import format_bytes
-
-NO_SPACE_ERRNOS = frozenset({errno.ENOSPC, errno.EDQUOT})
 
 FULL_TEXT = "found no space left"
 """Words in every message about a disk that was full while a file was written."""
@@ -52,16 +50,7 @@ def replace_file(path: Path, text: str) -> None:
         new.rename(path)
     finally:
         new.unlink(missing_ok=True)
-    sync_directory(path.parent)
-
-
-def sync_directory(path: Path) -> None:
-    """Flush a directory's entries to disk; only then are created or renamed files certain to be found again."""
-    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+    sync_folder(path.parent)
 
 
 def raise_if_full(error: OSError, path: Path) -> None:
@@ -70,12 +59,9 @@ def raise_if_full(error: OSError, path: Path) -> None:
     Raises:
         DiskFull: The error number says that there is no space or quota left.
     """
-    if error.errno in NO_SPACE_ERRNOS:
+    if DiskFull.is_reported_by(error):
         free = format_bytes(shutil.disk_usage(path.parent).free)
-        raise DiskFull(
-            f"writing {path.name} {FULL_TEXT} in {path.parent} ({free} free): free some, or put the run"
-            " elsewhere with --runs-dir"
-        ) from error
+        raise DiskFull(f"writing {path.name} {FULL_TEXT} in {path.parent} ({free} free): {DiskFull.CURE}") from error
 
 
 def open_regular(path: Path, num_bytes: int | None = None, at_most: int | None = None) -> int:

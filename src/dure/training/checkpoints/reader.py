@@ -11,6 +11,7 @@ from torch.optim import Optimizer
 
 from dure.documents import DocumentInvalid, parse_json
 from dure.errors import CheckpointDamaged, CheckpointMismatch
+from dure.own_files import sync_folder
 from dure.strategies.state.optimizer import optimizer_from_names
 from dure.strategies.state.tensor_shard import Needs, SavedTensor, TensorShard, own_shard, whole_buffers
 from dure.torchcompat import bytes_of
@@ -18,7 +19,6 @@ from dure.training.checkpoints.durable_files import (
     check_file,
     raise_if_full,
     read_verified,
-    sync_directory,
     write_new_file,
 )
 from dure.training.checkpoints.manifest import Manifest, PositionEntry, TensorEntry, read_manifest
@@ -415,7 +415,7 @@ def export_weights(path: Path, out: Path) -> int:
     try:
         write_new_file(new, file_buffers(weights, layout))
         new.replace(out)
-        sync_directory(out.parent)
+        sync_folder(out.parent)
     except OSError as error:
         raise_if_full(error, new)
         raise

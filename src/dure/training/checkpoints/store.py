@@ -16,7 +16,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 from dure.errors import CheckpointDamaged, CheckpointMismatch, DureError
-from dure.training.checkpoints.durable_files import open_regular, replace_file, sync_directory
+from dure.own_files import sync_folder
+from dure.training.checkpoints.durable_files import open_regular, replace_file
 from dure.training.checkpoints.manifest import Manifest, read_manifest
 from dure.training.checkpoints.reader import verify
 from dure.training.checkpoints.writer import NAME, WRITING, is_being_written
@@ -86,7 +87,7 @@ class CheckpointStore:
         for path in [*self.root.glob(f"{WRITING}*"), *self.root.glob(f"{TRASH}*")]:
             if path.is_dir() and not path.is_symlink() and not is_being_written(path):
                 shutil.rmtree(path, ignore_errors=True)
-        sync_directory(self.root)
+        sync_folder(self.root)
 
     def positions(self) -> list[tuple[Path, int]]:
         """Return all checkpoints, valid or not, with their samples seen; the newest first."""

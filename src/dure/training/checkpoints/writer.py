@@ -19,12 +19,11 @@ import torch
 
 from dure.documents import parse_json
 from dure.errors import CheckpointNotWritten, DiskFull, WeightsNotFinite
-from dure.own_files import make_folder, open_own
+from dure.own_files import make_folder, open_own, sync_folder
 from dure.training.checkpoints.durable_files import (
     FULL_TEXT,
     open_regular,
     raise_if_full,
-    sync_directory,
     write_new_file,
 )
 from dure.training.checkpoints.manifest import (
@@ -206,13 +205,13 @@ class CheckpointWriter:
         if fault := manifest.fault():
             raise RuntimeError(f"the checkpoint would contradict itself, so that nobody could read it: {fault}")
         write_new_file(directory / MANIFEST_NAME, [seal(manifest)])
-        sync_directory(directory)
+        sync_folder(directory)
         self._target.fence()
         root = self._target.root
         final = free_name(root, self._target.position)
         directory.rename(root / final)
         self._directory = None
-        sync_directory(root)
+        sync_folder(root)
         return final
 
     def _manifest(self, files: Sequence[Mapping[str, Any]], metrics: Any, is_best: bool) -> Manifest:

@@ -67,9 +67,7 @@ def checked(adapter: TypeAdapter[Record], found: object, version: int) -> Record
     except ArithmeticError as error:
         faults = [str(error)]
     theirs = found.get("version") if isinstance(found, Mapping) else None
-    newer = f"is of version {theirs}, newer than {version}, and " if _is_newer(theirs, version) else ""
+    newer = (
+        f"is of version {theirs}, newer than {version}, and " if isinstance(theirs, int) and theirs > version else ""
+    )
     raise DocumentInvalid(f"{newer}holds other fields than it should ({'; '.join(faults)})")
-
-
-def _is_newer(theirs: Any, version: int) -> bool:
-    return isinstance(theirs, int) and theirs > version

@@ -267,9 +267,10 @@ def read_launcher(environ: Environment | None = None) -> Launched | None:
         cores = environ.get("SLURM_CPUS_PER_TASK", "") if row.name == "srun" else ""
         return Launched(by=row.name, rank=rank, cores=int(cores) if cores.isdecimal() else None)
     if here:
+        own = " and ".join(here[0].place[kind].names[0] for kind in ("rank", "world_size"))
         raise EnvironmentLacks(
             f"the environment looks like {here[0].name}'s but is incomplete ({_shown(here[0], environ)}): start the "
-            f"command with {here[0].name}, or unset {' and '.join(_marks(here[0]))} to run alone"
+            f"command with {here[0].name}, or unset {own} to run alone"
         )
     return None
 
@@ -316,11 +317,6 @@ def _refuse_impossible(row: Launcher, rank: RankInfo, environ: Environment) -> N
 def _shown(row: Launcher, environ: Environment) -> str:
     names = dict.fromkeys(name for variable in row.place.values() for name in variable.names)
     return ", ".join(f"{name}={environ.get(name)}" for name in names)
-
-
-def _marks(row: Launcher) -> tuple[str, ...]:
-    """Return the variables of rank and world size, by which a row is detected."""
-    return row.place["rank"].names[0], row.place["world_size"].names[0]
 
 
 def meeting_point(launched: Launched, environ: Environment | None = None) -> MeetingPoint:

@@ -65,7 +65,8 @@ class Meeting:
             host, _ = _serve(_own_address(rank, point), point, timeout_seconds)
         _wait_until_reachable(rank, host, point.port, timeout_seconds)
         store = store_at(host, point.port, timedelta(seconds=timeout_seconds))
-        self.interface = None if rank.is_one_host else _interface_towards(host, point.port)
+        addresses = () if rank.is_one_host else _addresses_towards(host, point.port)
+        self.interface = next(map(interface_of, addresses), None)
         """Network interface towards the other hosts; None if unknown, or if all ranks are on one host."""
         self._of_all_starts = dist.PrefixStore(f"dure/all/{point.job}/{number}", store)
         """Store of keys that later starts of the ranks see too, if the launcher serves it."""
@@ -276,10 +277,6 @@ def _addresses_towards(host: str, port: int) -> list[str]:
     except OSError:
         return []
     return [] if _is_loopback(address) else [address]
-
-
-def _interface_towards(host: str, port: int) -> str | None:
-    return next((interface_of(address) for address in _addresses_towards(host, port)), None)
 
 
 def _listen(address: str, point: MeetingPoint) -> socket.socket:

@@ -88,7 +88,7 @@ def _end(run: RunDir, seen: RunOverview) -> Iterator[Finding]:
         yield Finding(severity="error", what=str(seen.fault))
     if seen.status in ("failed", "interrupted"):
         is_failed = seen.status == "failed"
-        again = _again(run)
+        again = None if run.is_script else run.resume_command
         message = _message(run) or seen.status
         evidence = [*_failure_files(run)]
         if (hang := _fatal_hang(run, seen)) is not None:
@@ -118,10 +118,6 @@ def _damaged_records(run: RunDir) -> Iterator[Finding]:
                 evidence=(path.name,),
                 remedy="restore it from a copy of the run; checkpoints do not need it",
             )
-
-
-def _again(run: RunDir) -> str | None:
-    return None if run.is_script else run.resume_command
 
 
 def _name(run: RunDir, path: Path) -> str:

@@ -29,7 +29,7 @@ def parse_mesh(text: str | None, axes: Sequence[str], num_devices: int, counted:
         name, size = match[1], int(match[2])
         if name not in axes:
             raise ValueError(
-                f"mesh names the axis {name}, which this strategy does not have: it knows {_listed(axes)}; choose "
+                f"mesh names the axis {name}, which this strategy does not have: it knows {' and '.join(axes)}; choose "
                 "another axis or --strategy"
             )
         if name in named:
@@ -47,7 +47,3 @@ def parse_mesh(text: str | None, axes: Sequence[str], num_devices: int, counted:
 
 def _example(axes: Sequence[str], num_devices: int) -> str:
     return f"{axes[-1]}={num_devices}"
-
-
-def _listed(axes: Sequence[str]) -> str:
-    return " and ".join(axes)

@@ -255,8 +255,13 @@ def _validate(draft: _Draft, strategies: StrategyTable[StrategyTraits], own: Own
     try:
         RunSpec.model_validate(in_tables({**draft.values, "task": draft.values.get("task", "-:-")}))
     except ValidationError as error:
-        bad |= {_name_at(detail["loc"]) for detail in error.errors()}
-    draft.faults += [_fault(draft, name) for name in draft.values if name in bad]
+        places = [detail["loc"] for detail in error.errors()]
+        bad |= {".".join(map(str, place[: 2 if place[0] in TABLES else 1])) for place in places}
+    draft.faults += [
+        f"{draft.origin[name]}: {name} is {shown(value)} but must be {requirement(name)}"
+        for name, value in draft.values.items()
+        if name in bad
+    ]
     strategy = draft.values["strategy"]
     if "strategy" not in bad and strategy not in strategies:
         bad.add("strategy")
@@ -278,11 +283,6 @@ def _validate(draft: _Draft, strategies: StrategyTable[StrategyTraits], own: Own
     if not has_task and "task" not in bad:
         draft.faults.append("no task is given: name one, as in `dure train train.py:MyTask`")
     return spec if has_task else None
-
-
-def _name_at(place: tuple[int | str, ...]) -> str:
-    """Return the setting at a location in the spec."""
-    return ".".join(map(str, place[:2])) if place[0] in TABLES else str(place[0])
 
 
 def _strategy_faults(
@@ -318,10 +318,6 @@ def _strategy_faults(
 
 def _origin(draft: _Draft, name: str) -> str:
     return f"{draft.origin.get(name, 'default')}"
-
-
-def _fault(draft: _Draft, name: str) -> str:
-    return f"{draft.origin[name]}: {name} is {shown(draft.values[name])} but must be {requirement(name)}"
 
 
 # --- resuming

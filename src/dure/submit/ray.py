@@ -163,14 +163,11 @@ def _wait_for_place(ray: Any, group: Any, plan: Plan, received: list[int], *, is
         total = ray.cluster_resources()
         if not has_printed and time.monotonic() - start > (0 if is_ours else _PRINT_AFTER_SECONDS):
             has_printed = True
-            words = f"{plan.job.nodes} node(s) with {plan.bundles()[0]}, and the cluster has {_shown(total)}"
+            there = ", ".join(f"{name} {total.get(name, 0):g}" for name in ("CPU", "GPU"))
+            words = f"{plan.job.nodes} node(s) with {plan.bundles()[0]}, and the cluster has {there}"
             if is_ours and (wanted > total.get("CPU", 0) or plan.job.nodes > 1):
                 raise EnvironmentLacks(f"the run needs {words}: ask for less, or give a larger cluster's --address")
             print_status(f"waiting for {words}")
-
-
-def _shown(resources: dict[str, float]) -> str:
-    return ", ".join(f"{name} {resources.get(name, 0):g}" for name in ("CPU", "GPU"))
 
 
 def _make_actors(ray: Any, group: Any, plan: Plan) -> list[Any]:

@@ -139,16 +139,12 @@ def _flag_parameter(
         group=group,
         converter=_as_written,
         show=is_shown,
-        negative=_negative(flags[0]) if default is True else (),
+        negative=f"--no-{flags[0].removeprefix('--')}" if default is True else (),
         show_default=False if default is None else lambda _: _default_text(default),
     )
     return inspect.Parameter(
         name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=Annotated[kind | None, parameter]
     )
-
-
-def _negative(flag: str) -> str:
-    return f"--no-{flag.removeprefix('--')}"
 
 
 def _default_text(default: Any) -> str:

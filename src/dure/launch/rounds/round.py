@@ -88,12 +88,8 @@ def show_pending_output(launch: Launch, workers: list[Worker]) -> None:
     """Have all output of ranks shown, so that the next message is below it, on its own line."""
     if launch.logs is not None:
         launch.logs.catch_up()
-    elif any(_leaves_line_open(worker) for worker in workers):
+    elif any(worker.rank == 0 and (worker.end is None or worker.end.exit_code < 0) for worker in workers):
         end_open_line()
-
-
-def _leaves_line_open(worker: Worker) -> bool:
-    return worker.rank == 0 and (worker.end is None or worker.end.exit_code < 0)
 
 
 def report_hang(launch: Launch, workers: list[Worker], verdict: HangVerdict) -> None:

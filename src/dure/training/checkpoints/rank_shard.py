@@ -225,10 +225,14 @@ def shard_of(snapshot: Snapshot, rank: int, *, is_whole: bool = False) -> RankSh
         parts = {"model": model, "optimizer": dict(optimizer)}
         if snapshot.is_spread:
             parts = {
-                part: {name: _as_its_own_piece(v) for name, v in tensors.items()} for part, tensors in parts.items()
+                part: {name: v if isinstance(v, TensorShard) else whole(v) for name, v in tensors.items()}
+                for part, tensors in parts.items()
             }
         elif not is_writer:
-            parts = {part: _only_pieces(tensors) for part, tensors in parts.items()}
+            parts = {
+                part: {name: value for name, value in tensors.items() if isinstance(value, TensorShard)}
+                for part, tensors in parts.items()
+            }
         share = RankShard(
             rank=rank,
             parts=parts,
@@ -249,10 +253,6 @@ def shard_of(snapshot: Snapshot, rank: int, *, is_whole: bool = False) -> RankSh
     return share
 
 
-def _as_its_own_piece(value: Tensor | TensorShard) -> TensorShard:
-    return value if isinstance(value, TensorShard) else whole(value)
-
-
 def merged_state(states: Sequence[bytes]) -> bytes:
     """Merge the state without tensors of several ranks; the first rank that has an entry provides it.
 
@@ -271,10 +271,6 @@ def merged_state(states: Sequence[bytes]) -> bytes:
             for group, more in zip(ours["groups"], theirs["groups"], strict=True)
         ]
     return json.dumps(merged, ensure_ascii=False, allow_nan=False).encode()
-
-
-def _only_pieces(tensors: Mapping[str, Tensor | TensorShard]) -> dict[str, Tensor | TensorShard]:
-    return {name: value for name, value in tensors.items() if isinstance(value, TensorShard)}
 
 
 def _model_parts(model: Mapping[str, Any]) -> tuple[dict[str, Tensor | TensorShard], dict[str, str], dict[str, Any]]:

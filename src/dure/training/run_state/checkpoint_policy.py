@@ -5,7 +5,6 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import asdict, replace
 from functools import partial
-from typing import Any
 
 import psutil
 from torch import Tensor
@@ -29,10 +28,6 @@ from dure.training.run_state.snapshot_policy import MemorySaver
 from dure.training.seeds import seed_rank
 from dure.training.session.session import Session
 from dure.training.session.stop_request import StoppedAtOnce
-
-
-def _plain(metrics: Mapping[str, Metric] | None) -> dict[str, Any] | None:
-    return {name: asdict(metric) for name, metric in metrics.items()} if metrics else None
 
 
 class Checkpointer:
@@ -108,7 +103,9 @@ class Checkpointer:
                     epoch=now.samples_seen // self.session.order.epoch_samples,
                 ),
                 group,
-                metrics=_plain(metrics) if is_evaluated else None,
+                metrics={name: asdict(metric) for name, metric in metrics.items()}
+                if is_evaluated and metrics
+                else None,
                 is_best=is_best,
                 on_saved=self._report_saved,
                 started=started,
@@ -286,7 +283,9 @@ class Checkpointer:
             group.barrier()
         found = memory.newest(self._has_records)
         seen = -1 if found is None else found.position.samples_seen
-        is_taken = found is not None and (not self.is_first or self._newest_samples() <= seen)
+        is_taken = found is not None and (
+            not self.is_first or all(samples_seen <= seen for _, samples_seen in self.store.positions())
+        )
         if not group.all_gather_json(is_taken)[0] or found is None:
             self.resume()
             return
@@ -310,9 +309,6 @@ class Checkpointer:
         is_there = self.is_first and any(seen == best["samples_seen"] for _, seen in self.store.positions())
         if not self.session.group.all_gather_json(is_there)[0]:
             self.progression.best = self.progression.best_before
-
-    def _newest_samples(self) -> int:
-        return max((samples_seen for _, samples_seen in self.store.positions()), default=-1)
 
     def _has_records(self, num_ranks: int, samples_seen: int) -> bool:
         return all(self.run.last_samples(rank) >= samples_seen for rank in range(num_ranks))

@@ -172,7 +172,7 @@ def open_session(
     strategy = _build_strategy(spec, group, devices)
     if faults := faults_of_model(load_strategy(spec.strategy), model, spec):
         raise SpecInvalid([f"strategy is {spec.strategy}: {fault}" for fault in faults])
-    strategy.example = lambda num_samples: _first_samples(data.train_loader, min(num_samples, data.order.num_samples))
+    strategy.example = data.first_samples
     strategy.objects = {"task": task, **used_globals(type(task), *dict.fromkeys(type(m) for m in model.modules()))}
     one_process_build = OneProcessBuild()
     with startup.step("trying the loss"):
@@ -271,6 +271,11 @@ class _Data:
             eval_samples=0 if eval_data is None else len(eval_data),
         )
 
+    def first_samples(self, num_samples: int) -> Any:
+        """Return a batch of the first samples of the training data, of at most so many."""
+        indices = np.arange(min(num_samples, self.order.num_samples))
+        return next(self.train_loader.without_workers().batches([FetchRequest(0, indices)]))
+
     def refuse_unlike(self, group: Group, identity: TaskIdentity) -> None:
         """Refuse data of which the ranks do not read the same samples.
 
@@ -312,10 +317,6 @@ def _traits(
         return traits
     again = shared()
     return traits if again.has_failed else replace(again, needs_optimizer=True)
-
-
-def _first_samples(loader: Loader, num_samples: int) -> Any:
-    return next(loader.without_workers().batches([FetchRequest(0, np.arange(num_samples))]))
 
 
 def check_parts(session: Session, samples_seen: int) -> None:

@@ -74,7 +74,7 @@ class GivenTask:
             f"{name} of the task that is passed is not what the run was begun with: pass that task again, or start a "
             "new run"
             for name in sorted({*then, *now})
-            if (name in then) != (name in now) or _differ(then[name], now[name])
+            if (name in then) != (name in now) or (None not in (then[name], now[name]) and then[name] != now[name])
         ]
 
 
@@ -239,10 +239,6 @@ def _slots_of(cls: type) -> tuple[str, ...]:
     slots = vars(cls).get("__slots__", ())
     names = (slots,) if isinstance(slots, str) else tuple(slots)
     return tuple(name for name in names if name not in ("__dict__", "__weakref__"))
-
-
-def _differ(one: str | None, other: str | None) -> bool:
-    return one is not None and other is not None and one != other
 
 
 def _copied(task: Task) -> Task:

@@ -93,7 +93,7 @@ if __name__ == "__main__":
     import dure.cli.train
     import dure.comm.dure_shm.backend
     import dure.data
-    import dure.report.end_table
+    import dure.report.tables
     import dure.strategies.data_parallel.ddp
     import dure.training.worker
     from dure.torchcompat import import_late_parts

@@ -14,7 +14,7 @@ from dure.errors import Misuse, SpecInvalid
 from dure.launch.logs.log_pump import cleaned
 from dure.records.run_list import RunOverview
 from dure.records.step_record import EpochRow, Metric, RunSummary
-from dure.report.end_table import metrics_table, render, runs_table
+from dure.report.tables import metrics_table, render, runs_table
 from dure.spec.arguments import as_arguments
 from dure.styled import draw, joined, styled, styled_lines
 from dure.terminal import LiveLine, indented, message, one_line, print_json, print_status, printable, shell_word

@@ -38,7 +38,7 @@ def evaluate(
         print_json(result)
         return
     from dure.records.step_record import Metric
-    from dure.report.end_table import metrics_table
+    from dure.report.tables import metrics_table
     from dure.styled import draw, styled
 
     draw(styled(f"{which} checkpoint {result['checkpoint']}"))

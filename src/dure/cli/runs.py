@@ -33,7 +33,7 @@ def runs(
     if json:
         print_json({"runs": [asdict(run) for run in found]})
         return
-    from dure.report.end_table import runs_table
+    from dure.report.tables import runs_table
     from dure.styled import draw
 
     if found:

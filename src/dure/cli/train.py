@@ -119,7 +119,7 @@ def train(
     if json:
         print_json(summary.to_json())
     elif not _is_quiet(settings, Path(summary.run)):
-        from dure.report.end_table import render
+        from dure.report.tables import render
         from dure.styled import draw
 
         draw(render(summary))

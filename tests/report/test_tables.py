@@ -5,7 +5,7 @@ from rich.console import RenderableType
 
 from dure.records.run_list import RunOverview
 from dure.records.step_record import EpochRow, Metric, RunSummary
-from dure.report.end_table import MOST_ROWS, render, runs_table
+from dure.report.tables import MOST_ROWS, render, runs_table
 from dure.styled import drawn
 
 

@@ -14,7 +14,8 @@ import pytest
 from dure.errors import Misuse
 from dure.launch.nodes import rendezvous
 from dure.launch.nodes.channel import Channel, HandshakeRefused
-from dure.launch.nodes.peers import Member, Nodes
+from dure.launch.nodes.member import Member
+from dure.launch.nodes.peers import Nodes
 from dure.launch.nodes.rendezvous import NodeSettings, join
 from dure.preflight import node_pairs as pairs
 from dure.preflight.all_checks import gather_long

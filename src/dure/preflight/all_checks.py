@@ -12,8 +12,10 @@ from typing import Any
 
 from dure.documents import parse_json
 from dure.errors import EnvironmentLacks, Interrupted, WorkerFailed
-from dure.launch.nodes.peers import Nodes, StoppedByPeer
-from dure.launch.nodes.rendezvous import NodeSettings, join, split_address
+from dure.launch.nodes.addresses import split_address
+from dure.launch.nodes.member import StoppedByPeer
+from dure.launch.nodes.peers import Nodes
+from dure.launch.nodes.rendezvous import NodeSettings, join
 from dure.launch.nodes.secret import read_secret
 from dure.preflight import collective
 from dure.preflight.findings import Finding, Report, by_gravity, same_together, skipped

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 
-from dure.launch.nodes.peers import Member
+from dure.launch.nodes.member import Member
 from dure.preflight.findings import Finding, failure, ok, skipped, warning
 from dure.preflight.host_facts import HostFacts
 from dure.preflight.node_pairs import Attempt

@@ -17,8 +17,9 @@ from dure.launch.nodes import leader_lease as lease_module
 from dure.launch.nodes.channel import ChannelListener
 from dure.launch.nodes.failover import FailoverResult, LeaderFailover
 from dure.launch.nodes.leader_lease import Lease
+from dure.launch.nodes.member import Member
 from dure.launch.nodes.messages import Join, Round, Welcome
-from dure.launch.nodes.peers import Member, Nodes
+from dure.launch.nodes.peers import Nodes
 from dure.launch.nodes.secret import read_secret
 from dure.process.round_orders import RoundPlan
 from tests.launch.nodes.one_read import answer_together

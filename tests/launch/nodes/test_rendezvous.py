@@ -17,10 +17,12 @@ from dure.errors import DureError, EnvironmentLacks, Misuse, SpecInvalid, Worker
 from dure.failures.verdict import WorkerEnd
 from dure.launch.nodes import peers as nodes_module
 from dure.launch.nodes import rendezvous
+from dure.launch.nodes.addresses import split_address
 from dure.launch.nodes.channel import ChannelListener
+from dure.launch.nodes.member import Member, StoppedByPeer
 from dure.launch.nodes.messages import Refused, Welcome
-from dure.launch.nodes.peers import Member, Nodes, StoppedByPeer
-from dure.launch.nodes.rendezvous import NodeSettings, join, node_settings, split_address
+from dure.launch.nodes.peers import Nodes
+from dure.launch.nodes.rendezvous import NodeSettings, join, node_settings
 from dure.launch.nodes.secret import read_secret
 from tests.launch.nodes.one_read import answer_together
 from tests.record_cases import failure_of

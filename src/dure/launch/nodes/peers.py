@@ -25,8 +25,6 @@ from dure.launch.nodes.messages import Message, decode, end_from_json, end_to_js
 from dure.launch.nodes.round_state import RoundNews
 from dure.process.round_orders import RoundPlan
 
-__all__ = ["Member", "Nodes", "StoppedByPeer"]
-
 BEAT_SECONDS = 1.0
 SILENCE_SECONDS = 15.0
 """Seconds of silence after which a node counts as lost, in a run that needs all."""

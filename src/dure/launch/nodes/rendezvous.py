@@ -15,9 +15,10 @@ from typing import Any
 
 from dure.documents import DocumentInvalid
 from dure.errors import EnvironmentLacks, Misuse, SpecInvalid
-from dure.launch.nodes.addresses import DEFAULT_PORT, cannot_listen, resolved, split_address
+from dure.launch.nodes.addresses import cannot_listen, resolved, split_address
 from dure.launch.nodes.admission import JoinListener, checked, introduced
 from dure.launch.nodes.channel import Address, Channel, ChannelClosed, ChannelListener, HandshakeRefused, connect
+from dure.launch.nodes.member import Member
 from dure.launch.nodes.messages import (
     Join,
     Later,
@@ -28,11 +29,9 @@ from dure.launch.nodes.messages import (
     refusal_of,
     refused_error,
 )
-from dure.launch.nodes.peers import Member, Nodes
+from dure.launch.nodes.peers import Nodes
 from dure.launch.nodes.secret import read_secret
 from dure.terminal import print_status
-
-__all__ = ["DEFAULT_PORT", "NodeSettings", "join", "node_settings", "split_address"]
 
 PROTOCOL = 4
 DEFAULT_TIMEOUT_SECONDS = 600.0

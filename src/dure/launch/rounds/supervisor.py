@@ -13,8 +13,8 @@ from dataclasses import replace
 from dure.failures.verdict import WorkerEnd, stop_signal
 from dure.launch.hangs.diagnosis import HangVerdict
 from dure.launch.nodes.failover import NOBODY
+from dure.launch.nodes.member import Member
 from dure.launch.nodes.messages import Ready
-from dure.launch.nodes.peers import Member
 from dure.launch.rounds.outcome import Outcome
 from dure.launch.rounds.request import Launch, StoreSocket
 from dure.launch.rounds.restart_policy import Restarts

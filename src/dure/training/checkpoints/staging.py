@@ -142,7 +142,7 @@ class StagingBuffer:
         for source in sources:
             end = begin + source.nbytes
             self._targets.append(self._room[begin:end].view(source.dtype).view(source.shape))
-            begin = _aligned(end)
+            begin = aligned(end)
 
     def _copy(self, sources: list[Tensor], steady: set[int]) -> None:
         """Copy tensors; leave large ones whose ids are in `steady` to a thread."""
@@ -226,8 +226,9 @@ def steady_tensors(share: RankShard) -> Iterator[Tensor]:
 
 
 def _needed_bytes(sources: list[Tensor]) -> int:
-    return sum(_aligned(source.nbytes) for source in sources)
+    return sum(aligned(source.nbytes) for source in sources)
 
 
-def _aligned(size: int) -> int:
+def aligned(size: int) -> int:
+    """Return the offset at which the next tensor may begin."""
     return -(-size // _ALIGNMENT) * _ALIGNMENT

@@ -23,8 +23,8 @@ def built_model(task: Task) -> nn.Module:
     if not isinstance(model, nn.Module):
         raise TaskInvalid(f"{name} returned {type(model).__name__}: return a torch.nn.Module")
     refuse_lazy(model, name)
-    refuse_scripted(model, name)
-    refuse_divided(model, name)
+    _refuse_scripted(model, name)
+    _refuse_divided(model, name)
     try:
         model.train(model.training)
     except NotImplementedError as error:
@@ -59,16 +59,8 @@ _WRAPPERS = ("DataParallel", "DistributedDataParallel", "FullyShardedDataParalle
 """Torch classes that divide work themselves; by name, because importing some of them is slow."""
 
 
-def refuse_scripted(model: nn.Module, name: str) -> None:
-    """Refuse a model with TorchScript modules, whose attributes and hooks live outside Python.
-
-    Args:
-        model: Model as a task built it.
-        name: Name of the method that built it.
-
-    Raises:
-        TaskInvalid: The model has TorchScript modules; the message names the first one.
-    """
+def _refuse_scripted(model: nn.Module, name: str) -> None:
+    """Refuse TorchScript, whose attributes and hooks live outside Python; the message names the first such module."""
     scripted = [
         path or "the model" for path, module in model.named_modules() if isinstance(module, torch.jit.ScriptModule)
     ]
@@ -79,16 +71,8 @@ def refuse_scripted(model: nn.Module, name: str) -> None:
         )
 
 
-def refuse_divided(model: nn.Module, name: str) -> None:
-    """Refuse a model that the task has already divided over ranks or devices.
-
-    Args:
-        model: Model as a task built it.
-        name: Name of the method that built it.
-
-    Raises:
-        TaskInvalid: The model is divided; the message names the wrapper or the first DTensor parameter.
-    """
+def _refuse_divided(model: nn.Module, name: str) -> None:
+    """Refuse a model that is divided over ranks or devices already; the message names the wrapper or the parameter."""
     found = [
         f"{path or 'the model'} is wrapped in {cls.__name__}"
         for path, module in model.named_modules()

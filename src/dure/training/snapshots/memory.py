@@ -24,6 +24,7 @@ from dure.documents import parse_json
 from dure.strategies.state.tensor_shard import TensorShard
 from dure.training.checkpoints.rank_shard import PARTS, RankShard
 from dure.training.checkpoints.safetensors_file import DTYPE_NAMES, DTYPES
+from dure.training.checkpoints.staging import aligned
 from dure.training.checkpoints.state import Position
 
 ENTRY = struct.Struct("<14q")
@@ -32,7 +33,6 @@ NUM_PLACES = 2
 MOST_PLACES = 3
 """Number of places that also keeps the newest snapshot known to be correct."""
 HEADER_BYTES = 4096
-_ALIGNMENT = 64
 _PER_RANK = "per_rank"
 
 
@@ -254,8 +254,3 @@ def view_of(memory: "mmap.mmap | bytearray", begin: int, dtype: torch.dtype, sha
     if count == 0:
         return torch.empty(tuple(shape), dtype=dtype)
     return torch.frombuffer(memory, dtype=dtype, count=count, offset=begin).reshape(tuple(shape))
-
-
-def aligned(size: int) -> int:
-    """Return the offset at which the next tensor may begin."""
-    return -(-size // _ALIGNMENT) * _ALIGNMENT

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from dure import torchcompat
+from dure.training.checkpoints.staging import aligned
 from dure.training.checkpoints.state import Position
 from dure.training.snapshots.device_copies import DeviceCopies, can_copy_beside
 from dure.training.snapshots.memory import (
@@ -20,7 +21,6 @@ from dure.training.snapshots.memory import (
     Entry,
     Origin,
     ShareLayout,
-    aligned,
     entry_of,
     view_of,
 )

@@ -17,6 +17,17 @@ REPLICAS = ("check_replicas_every", "on_divergence")
 """Settings of strategies with identical replicas on all ranks."""
 _HOOKS = "step hooks of the optimiser: each rank's run on its own weights, between averagings too"
 _RANDOM = "random numbers in model and loss (dropout): other draws than on one device (augmentation is the same)"
+_BETWEEN_AVERAGINGS = (
+    "loss and its record: between averagings each rank's own",
+    "clipping: by the norm of each rank's own gradient",
+    "BatchNorm: statistics of each rank's own samples, averaged with the parameters",
+    _RANDOM,
+    _HOOKS,
+)
+_SENT_BY_AVERAGING = (
+    "every rank: 2 (P-1)/P W every H steps (through shared memory (1 + 1/P) W) and 40 bytes of facts; "
+    "0 in the other H-1; 2 (P-1)/P G in each of the warmup_steps"
+)
 
 STRATEGIES = Strategies(
     (
@@ -257,17 +268,10 @@ STRATEGIES = Strategies(
             does_not_preserve=(
                 "the trajectory: ranks step by gradients of their own shares, and only the mean of where they come to "
                 "is kept; an evaluation or a checkpoint is an averaging too",
-                "loss and its record: between averagings each rank's own",
-                "clipping: by the norm of each rank's own gradient",
-                "BatchNorm: statistics of each rank's own samples, averaged with the parameters",
-                _RANDOM,
-                _HOOKS,
+                *_BETWEEN_AVERAGINGS,
             ),
             needs="a model that fits one device; a learning rate that suits the share of one rank",
-            sent_bytes=(
-                "every rank: 2 (P-1)/P W every H steps (through shared memory (1 + 1/P) W) and 40 bytes of facts; "
-                "0 in the other H-1; 2 (P-1)/P G in each of the warmup_steps"
-            ),
+            sent_bytes=_SENT_BY_AVERAGING,
             memory="W + G + S + A(microbatch), and W while averaging",
             settings=(
                 "compile",
@@ -288,17 +292,10 @@ STRATEGIES = Strategies(
             does_not_preserve=(
                 "the trajectory: ranks step by gradients of their own shares, and an outer optimiser follows the mean "
                 "of where they come to; an evaluation or a checkpoint averages the ranks too",
-                "loss and its record: between averagings each rank's own",
-                "clipping: by the norm of each rank's own gradient",
-                "BatchNorm: statistics of each rank's own samples, averaged with the parameters",
-                _RANDOM,
-                _HOOKS,
+                *_BETWEEN_AVERAGINGS,
             ),
             needs="a model that fits one device with two copies more; evaluations no more often than outer steps",
-            sent_bytes=(
-                "every rank: 2 (P-1)/P W every H steps (through shared memory (1 + 1/P) W) and 40 bytes of facts; "
-                "0 in the other H-1; 2 (P-1)/P G in each of the warmup_steps"
-            ),
+            sent_bytes=_SENT_BY_AVERAGING,
             memory="3 W + G + S + A(microbatch), and W while averaging: the anchor and the outer momentum",
             settings=(
                 "compile",

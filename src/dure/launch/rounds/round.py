@@ -100,7 +100,7 @@ def report_hang(launch: Launch, workers: list[Worker], verdict: HangVerdict) -> 
 
 
 def _wait(launch: Launch, workers: list[Worker], memory: SurvivingMemory, received: list[int]) -> HangVerdict | None:
-    """Wait until all have ended; after the first end only for its grace time, and never beyond the time limit.
+    """Wait until all ranks have ended; once one has, for its grace time only, and never beyond the time limit.
 
     Returns:
         The verdict if they hang and are not waited for; otherwise None.
@@ -186,7 +186,7 @@ def _ask_the_others_too(launch: Launch, alive: list[Worker], ends: list[WorkerEn
 
 
 def call_counts(launch: Launch, watchdog: Watchdog | None) -> CallCounts | None:
-    """Return the requests for call counts, if calls count as progress."""
+    """Return the reader of the ranks' call counts, or None if calls do not count as progress."""
     if watchdog is None or launch.hangs is None or not launch.hangs.counts_calls:
         return None
     return CallCounts(watchdog, _COUNTS_OF_A_LIMIT * (launch.hangs.hang_after or LEAST_SECONDS))

@@ -1,4 +1,4 @@
-"""Rounds of a job: all ranks of the present nodes start together and end together, until there is no further round.
+"""Rounds of a job: in each, all ranks of the present nodes start together and end together.
 
 After each round the leader decides whether there is another one, and with which nodes. Every node decides by itself
 only whether it still reaches the leader. A run on one host is that of a node without peers.
@@ -109,7 +109,7 @@ class _Rounds:
         """Socket of the next or the current round's store, on the leader."""
 
     def run(self) -> None:
-        """Run rounds until there is no more."""
+        """Run rounds until there are no more."""
         nodes = self.nodes
         nodes.is_under_way = True
         if nodes.reception is not None and self.launch.failover is not None:

@@ -79,7 +79,7 @@ class OutlivesRanks(Protocol):
 
 @runtime_checkable
 class ServesSteps(Protocol):
-    """Strategy some ranks of which compute no samples, because they serve the others."""
+    """Strategy in which some ranks serve the others and compute no samples."""
 
     def serve_step(self, requests: Requests) -> None:
         """Begin a step; called instead of `forward_backward` if this rank's share takes no samples.

@@ -23,7 +23,7 @@ class Role(Enum):
     SHARED = "the same for any samples"
     CONTAINER = "holds values with roles of their own"
     MIXED = "computed from all samples together"
-    UNKNOWN = "an object of a class that nothing is known of"
+    UNKNOWN = "an object of an unknown class"
 
 
 Layout = Mapping[Path, Role]

@@ -31,7 +31,7 @@ class DataShare:
         return mine + [0] * (most - len(mine)) if self.is_joint else mine
 
     def num_counted(self, num_batches: int) -> int:
-        """Return how many of them count: of ranks with the same share, only those of the first."""
+        """Return how many of these batches count; of ranks with the same share, only the first one's do."""
         return len(range(self.index, num_batches, self.count)) if self.leads else 0
 
 
@@ -48,7 +48,7 @@ class BatchParts:
         return microbatch_size
 
     def device_size(self, num_samples: int) -> int:
-        """Return the largest number of samples that one device computes of a microbatch of this process."""
+        """Return the most samples of one microbatch of this process that a single device computes."""
         return num_samples
 
     def default_size(self) -> int | None:

@@ -192,12 +192,12 @@ class Loader:
 
     @property
     def has_workers(self) -> bool:
-        """Return whether loader processes fetch the batches, each from its own copy of the data set."""
+        """True if loader processes fetch the batches, each from its own copy of the data set."""
         return self._num_workers > 0
 
     @property
     def has_collate_drawn(self) -> bool:
-        """Return whether `collate` has drawn random numbers in this process."""
+        """True if `collate` has drawn random numbers in this process."""
         return self._fetch.has_collate_drawn
 
     def sample(self, index: int) -> Any:

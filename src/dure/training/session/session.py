@@ -218,7 +218,7 @@ def open_session(
 
 
 def _not_in_state_dict(model: nn.Module) -> list[str]:
-    """Return the declaration of what a `state_dict` of the model's own leaves out, if anything."""
+    """Return a declaration of the tensors that the model's own `state_dict` leaves out, if there are any."""
     buffers = [
         f"{path}.{name}" if path else name
         for path, module in model.named_modules()

@@ -1,6 +1,7 @@
 """Cores, memory and devices of this host. Nothing here creates a device context, so that forking stays safe."""
 
 import os
+import sys
 from collections.abc import Sequence
 
 from dure.errors import EnvironmentLacks, SpecInvalid
@@ -69,6 +70,21 @@ def resolve_device(wanted: str) -> str:
     if wanted != "cpu" and count_accelerators(wanted) == 0:
         raise EnvironmentLacks(f"--device {wanted} but this machine shows no {wanted} device: use --device cpu or auto")
     return wanted
+
+
+def backend_name(chosen: str, device: str, *, is_one_host: bool, sends_on_cuda: bool) -> str:
+    """Return torch's name of the backend of a run.
+
+    Args:
+        chosen: Backend as in the settings; `auto` for shared memory if several ranks of one host compute on its CPU.
+        device: Type of the devices.
+        is_one_host: Whether there are several ranks, all on one host.
+        sends_on_cuda: Whether all ranks exchange tensors of their own CUDA devices.
+    """
+    if chosen == "auto":
+        shared = "dure_shm" if device == "cpu" and is_one_host and sys.platform == "linux" else "gloo"
+        chosen = "nccl" if sends_on_cuda else shared
+    return "cpu:dure_shm" if chosen == "dure_shm" else chosen
 
 
 def check_devices(device: str, num_devices: int, *, shared: bool, is_launched: bool = False) -> None:

@@ -2,7 +2,6 @@
 
 import os
 import signal
-import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -12,7 +11,7 @@ from dure.checked import Number, Rank, Text
 from dure.documents import parse_json
 from dure.errors import Interrupted
 from dure.failures.verdict import WorkerEnd, in_brief, worded
-from dure.host.devices import count_accelerators, count_cores
+from dure.host.devices import backend_name, count_accelerators, count_cores
 from dure.launch.nodes.peers import Nodes
 from dure.launch.rounds.outcome import Outcome
 from dure.launch.rounds.request import Launch
@@ -62,12 +61,9 @@ class NodeProgress:
 
 def backend_of(settings: PreflightSettings, world_size: int) -> str:
     """Return torch's name of the backend that the ranks of such a run use."""
-    chosen = settings.backend
-    if chosen == "auto":
-        shares_memory = settings.num_nodes == 1 and world_size > 1 and sys.platform == "linux"
-        shared = "dure_shm" if settings.device == "cpu" and shares_memory else "gloo"
-        chosen = "nccl" if settings.device == "cuda" and not settings.share_devices else shared
-    return "cpu:dure_shm" if chosen == "dure_shm" else chosen
+    is_one_host = settings.num_nodes == 1 and world_size > 1
+    sends_on_cuda = settings.device == "cuda" and not settings.share_devices
+    return backend_name(settings.backend, settings.device, is_one_host=is_one_host, sends_on_cuda=sends_on_cuda)
 
 
 def try_collective(

@@ -20,6 +20,7 @@ from dure.launch.nodes.peers import Nodes
 from dure.preflight.node_records import record_of_node
 
 PATIENCE_SECONDS = 5.0
+"""Timeout of each attempt; they run concurrently."""
 _NUM_PINGS = 8
 _LONG_MESSAGE = 48_000
 """Characters that are sent and returned: dozens of packets of any size, and below the limit of a message."""
@@ -73,15 +74,12 @@ class Listening:
     """System's message for the reason why it cannot."""
 
 
-def try_pairs(
-    nodes: Nodes, secret: bytes, *, patience_seconds: float = PATIENCE_SECONDS, clock: Callable[[], float] = time.time
-) -> list[Attempt]:
+def try_pairs(nodes: Nodes, secret: bytes, *, clock: Callable[[], float] = time.time) -> list[Attempt]:
     """Try every link; every node calls this, and all get all results.
 
     Args:
         nodes: All nodes.
         secret: Secret of the run.
-        patience_seconds: Timeout of each attempt; they run concurrently.
         clock: Clock of this node.
 
     Raises:
@@ -95,13 +93,13 @@ def try_pairs(
         here = Listening(address=address, said=error.strerror or str(error))
     listening = [record_of_node(Listening, record, rank) for rank, record in enumerate(nodes.gather(asdict(here)))]
     if listener is None:
-        return _shared(nodes, _tried(nodes.me.node_rank, listening, secret, patience_seconds, clock))
+        return _shared(nodes, _tried(nodes.me.node_rank, listening, secret, clock))
     with closing(listener):
         is_done = threading.Event()
         answerer = threading.Thread(target=_answer, args=(listener, is_done, clock), name="preflight door")
         answerer.start()
         try:
-            return _shared(nodes, _tried(nodes.me.node_rank, listening, secret, patience_seconds, clock))
+            return _shared(nodes, _tried(nodes.me.node_rank, listening, secret, clock))
         finally:
             is_done.set()
             answerer.join()
@@ -122,9 +120,7 @@ def _resolved(address: str, port: int) -> tuple[int, Address]:
     return family, resolved
 
 
-def _tried(
-    source: int, listening: Sequence[Listening], secret: bytes, patience_seconds: float, clock: Callable[[], float]
-) -> list[Attempt]:
+def _tried(source: int, listening: Sequence[Listening], secret: bytes, clock: Callable[[], float]) -> list[Attempt]:
     """Connect to the listeners of all other nodes, concurrently."""
     found: dict[int, Attempt] = {}
 
@@ -133,7 +129,7 @@ def _tried(
         if there.port is None:
             found[target] = replace(attempt, cause="closed", said=there.said)
         else:
-            found[target] = _attempted(attempt, there.port, secret, time.monotonic() + patience_seconds, clock)
+            found[target] = _attempted(attempt, there.port, secret, time.monotonic() + PATIENCE_SECONDS, clock)
 
     threads = [
         threading.Thread(target=try_one, args=(target, there), name=f"preflight to node {target}")

@@ -4,7 +4,6 @@ import dataclasses
 import functools
 import math
 import platform
-import sys
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Any
@@ -16,7 +15,7 @@ from torch import nn
 from dure.comm.groups import Group, Solo, open_group
 from dure.data.partition import shares
 from dure.errors import DataInvalid, RanksDisagree, SpecInvalid
-from dure.host.devices import check_devices, count_accelerators, resolve_device
+from dure.host.devices import backend_name, check_devices, count_accelerators, resolve_device
 from dure.process.context import Place
 from dure.spec import RunSpec
 from dure.strategies.contract.abilities import faults_of_model, role_of
@@ -110,15 +109,10 @@ def open_rank_group(spec: RunSpec, place: Place) -> tuple[Group, tuple[torch.dev
 
 
 def _backend(spec: RunSpec, place: Place) -> str:
-    """Return torch's name of the backend; shared memory if all ranks are on one host and compute on its CPU."""
     rank, kind, info = place.rank, resolve_device(spec.device), STRATEGIES[spec.strategy]
-    chosen: str = spec.backend
-    if chosen == "auto":
-        is_one_host = rank.local_world_size == rank.world_size > 1
-        shared = "dure_shm" if kind == "cpu" and is_one_host and sys.platform == "linux" else "gloo"
-        is_all_on_cuda = kind == "cuda" and not (info.extra_processes or info.exchanges_on_host)
-        chosen = "nccl" if is_all_on_cuda and not spec.share_devices else shared
-    return "cpu:dure_shm" if chosen == "dure_shm" else chosen
+    is_on_host = info.extra_processes or info.exchanges_on_host or spec.share_devices
+    is_one_host = rank.local_world_size == rank.world_size > 1
+    return backend_name(spec.backend, kind, is_one_host=is_one_host, sends_on_cuda=kind == "cuda" and not is_on_host)
 
 
 def _devices(kind: str, spec: RunSpec, place: Place, *, one_process: bool) -> tuple[torch.device, ...]:

@@ -3,6 +3,7 @@
 import fcntl
 import os
 import select
+import shutil
 import struct
 import subprocess
 import sys
@@ -177,6 +178,30 @@ def test_log_when_it_grows_then_is_rotated(tmp_path, monkeypatch):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["rank0.log", "rank0.log.1"]
     assert (tmp_path / "rank0.log").read_text().splitlines()[-1].startswith("0099")
     assert (tmp_path / "rank0.log").stat().st_size <= 1000
+
+
+@pytest.mark.parametrize("removed", ["rank0.log", ""])
+def test_log_when_it_or_its_folder_is_removed_then_rotation_goes_on(removed, tmp_path, monkeypatch):
+    monkeypatch.setattr(log_pump, "ROTATE_BYTES", 10)
+    folder = tmp_path / "logs"
+    folder.mkdir()
+    log = LogFile(folder / "rank0.log")
+    (folder / "rank0.log").unlink()
+    if not removed:
+        folder.rmdir()
+    for number in range(3):
+        log.write(f"line {number} of many\n")
+    os.close(log.descriptor)
+    assert not removed or (folder / "rank0.log").read_text() == "line 2 of many\n"
+
+
+def test_log_when_its_folder_was_removed_before_the_first_output_then_that_is_shown(tmp_path, capfd):
+    folder = tmp_path / "logs"
+    folder.mkdir()
+    with closing(shown_in_order(folder)) as logs:
+        shutil.rmtree(folder)
+        os.write(logs.descriptors_of(0)[0], b"hi\n")
+    assert capfd.readouterr().err == "hi\n"
 
 
 @pytest.mark.alone

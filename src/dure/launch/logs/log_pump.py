@@ -209,7 +209,10 @@ class LogFile:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self._open()
+        try:
+            self._open()
+        except OSError:  # the folder of the logs was removed
+            self.descriptor, self.size = os.open(os.devnull, os.O_WRONLY), 0
 
     def _open(self) -> None:
         # as `dure.own_files.open_own`: with the permissions of its folder, and not through a link
@@ -221,11 +224,17 @@ class LogFile:
         """Append; if the disk is full the output is lost, but the run goes on."""
         data = text.encode()
         if self.size + len(data) > ROTATE_BYTES:
-            os.close(self.descriptor)
-            os.replace(self.path, self.path.with_suffix(f"{self.path.suffix}.1"))
-            self._open()
+            self._rotate()
         _write(self.descriptor, data)
         self.size += len(data)
+
+    def _rotate(self) -> None:
+        full = self.descriptor
+        with suppress(OSError):  # the folder was removed, or the disk is full: the old file is used further
+            with suppress(FileNotFoundError):  # the log was removed to make room
+                os.replace(self.path, self.path.with_suffix(f"{self.path.suffix}.1"))
+            self._open()
+            os.close(full)
 
 
 def _write(descriptor: int, data: bytes) -> None:
@@ -263,12 +272,7 @@ def main() -> None:
                     end = time.monotonic() + _END_SECONDS
                     poll.unregister(supervisor)
                 continue
-            data = os.read(descriptor, _READ_BYTES)
-            if data:
-                streams[descriptor].take(data)
-            else:
-                streams.pop(descriptor).take_unfinished()
-                poll.unregister(descriptor)
+            _take_ready(descriptor, streams, poll)
         if is_asked and not set(ready) - {supervisor}:
             for stream in streams.values():
                 stream.take_unfinished()
@@ -278,6 +282,16 @@ def main() -> None:
             stream.take_late(time.monotonic())
     for descriptor, stream in streams.items():
         _take_what_is_left(descriptor, stream)
+
+
+def _take_ready(descriptor: int, streams: dict[int, Stream], poll: "select.poll") -> None:
+    """Show what can be read from a pipe; forget the pipe if it is closed."""
+    data = os.read(descriptor, _READ_BYTES)
+    if data:
+        streams[descriptor].take(data)
+    else:
+        streams.pop(descriptor).take_unfinished()
+        poll.unregister(descriptor)
 
 
 def _is_asked(supervisor: int) -> bool:

@@ -19,6 +19,7 @@ from dure.launch.logs import log_pump
 from dure.launch.logs.log_pump import LINE_LIMIT_BYTES, LogFile, Stream, cleaned, fitted
 from dure.launch.logs.rank_logs import RankLogs, Voice
 from dure.process.stop_signals import STOP_SIGNALS
+from tests.commands import wait_until
 
 
 @pytest.mark.parametrize(
@@ -282,3 +283,18 @@ def test_pump_when_a_child_of_a_rank_holds_the_pipe_then_the_end_is_not_held_up_
     child.wait()
     assert seconds < 20
     assert capfd.readouterr().err == "hi\n"
+
+
+@pytest.mark.parametrize("first", ["", "hi\n"])
+def test_pump_when_a_program_is_left_running_then_it_can_still_write(first, tmp_path, capfd):
+    logs = shown_in_order(tmp_path)
+    out, _ = logs.descriptors_of(0)
+    command = ["sh", "-c", f"printf '{first}'; read line; echo $line; echo $line"]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=out) as child:
+        if first:
+            select.select(logs.waiting_for, [], [])
+        logs.close()
+        child.communicate(b"late\n")
+    assert child.returncode == 0
+    assert capfd.readouterr().err == first
+    wait_until(lambda: (tmp_path / "rank0.log").read_text() == f"{first}late\nlate\n", "the log of what it said")

@@ -282,6 +282,9 @@ def main() -> None:
             stream.take_late(time.monotonic())
     for descriptor, stream in streams.items():
         _take_what_is_left(descriptor, stream)
+    if streams and os.fork() == 0:
+        consoles = {console for voice in arguments["voices"] for console in voice["consoles"] if console is not None}
+        _read_on(streams, consoles)
 
 
 def _take_ready(descriptor: int, streams: dict[int, Stream], poll: "select.poll") -> None:
@@ -292,6 +295,24 @@ def _take_ready(descriptor: int, streams: dict[int, Stream], poll: "select.poll"
     else:
         streams.pop(descriptor).take_unfinished()
         poll.unregister(descriptor)
+
+
+def _read_on(streams: dict[int, Stream], consoles: set[int]) -> None:
+    """Write the later output of programs that ranks left running to the logs only.
+
+    If no process read their pipe, the system would end them at their next line.
+    """
+    os.setsid()
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    nowhere = os.open(os.devnull, os.O_RDWR)
+    for descriptor in {0, 1, 2} | consoles:  # who reads the run's own output must see its end
+        os.dup2(nowhere, descriptor)
+    poll = select.poll()
+    for descriptor in streams:
+        poll.register(descriptor, select.POLLIN)
+    while streams:
+        for descriptor, _ in poll.poll():
+            _take_ready(descriptor, streams, poll)
 
 
 def _is_asked(supervisor: int) -> bool:

@@ -224,8 +224,19 @@ class _Pump:
         _close({*self.waiting_for, *(end for both in self.descriptors for end in both)})
 
     def let_go(self) -> None:
-        """Let the process end once it has shown all."""
-        self.start_if_needed()
+        """Let the process end once it has shown all.
+
+        Programs that ranks left running hold the pipes: the process reads on for them.
+        """
+        writing = {end for both in self.descriptors for end in both}
+        _close(writing)
+        poll = select.poll()
+        for descriptor in self.waiting_for:
+            poll.register(descriptor, select.POLLIN)
+        events = dict(poll.poll(0))
+        if any(events.get(descriptor) != select.POLLHUP for descriptor in self.waiting_for):  # else all have ended
+            self.start()
+        self.descriptors = ()
         self.leave()
 
     def has_ended(self, seconds: float | None) -> bool:

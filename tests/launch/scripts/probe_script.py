@@ -35,7 +35,7 @@ def found() -> dict[str, object]:
         "builtins": isinstance(before["__builtins__"], types.ModuleType),
         "loader": [type(before["__loader__"]).__name__, vars(before["__loader__"]).get("path")],
         "annotations": repr(typing.get_type_hints(main)),
-        "argv": sys.argv,
+        "argv": [sys.argv, sys.orig_argv],
         "path": sys.path,
         "flags": repr(sys.flags),
         "main": [repr(main), vars(main) is globals(), inspect.getfile(main), len(inspect.getsource(main))],

@@ -165,6 +165,8 @@ def _run(job: ScriptJob, place: Place) -> int:
         arguments.insert(0, f"{flag}={place.rank.local_rank}")
     _be_as_python_begins()
     sys.argv[1:] = arguments
+    # a script that starts itself again by these words must not start all ranks again
+    sys.orig_argv[:] = [sys.executable, *(["-m"] if job.is_module else []), job.script, *arguments]
     try:
         run_as_main(job.script, is_module=job.is_module)
     except SystemExit as leave:

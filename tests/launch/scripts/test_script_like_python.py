@@ -69,8 +69,9 @@ def test_script_when_it_looks_around_in_a_fork_then_finds_what_python_gives_it(w
     assert run.out.splitlines()[1:] == ["left first", "left last"]
 
 
-def test_script_when_one_of_two_ranks_looks_at_its_streams_then_errors_are_as_python_has_them(tmp_path):
-    script = write(tmp_path, "import sys\nprint([(s.encoding, s.errors) for s in (sys.stdout, sys.stderr, sys.stdin)])")
+def test_script_when_one_of_two_ranks_looks_at_its_streams_then_they_are_as_python_has_them(tmp_path):
+    text = "import sys\nprint([(s.encoding, s.errors, s.mode) for s in (sys.stdout, sys.stderr, sys.stdin)])"
+    script = write(tmp_path, text)
     environment = {**os.environ, "PYTHONIOENCODING": "utf-8:strict"}
     words = [sys.executable, "-m", "dure", "run", "--nproc=2", "--no-prefix", "script.py"]
     run = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True, timeout=60, env=environment)

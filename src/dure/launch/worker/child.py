@@ -189,4 +189,6 @@ def _stream(descriptor: int, name: str, before: TextIO) -> "io.TextIOWrapper[Any
     raw = _MaybeRead(descriptor, name)
     encoding, errors = getattr(before, "encoding", None), getattr(before, "errors", None) or "replace"
     # unbuffered: output in a buffer, such as the dots of a bar, would be lost if a rank is killed
-    return io.TextIOWrapper(_Unbuffered(raw), encoding=encoding, errors=errors, write_through=True)
+    stream = io.TextIOWrapper(_Unbuffered(raw), encoding=encoding, errors=errors, write_through=True)
+    stream.mode = "w"  # type: ignore[misc]  # as Python's own streams have it
+    return stream

@@ -6,6 +6,7 @@ import multiprocessing
 import os
 import resource
 import signal
+import time
 from collections.abc import Iterator
 from datetime import datetime
 from multiprocessing.connection import Connection
@@ -14,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from dure.errors import DiskFull, RunInvalid
-from dure.records.events import Warned
+from dure.records.events import Attempt, Warned
 from dure.records.run_dir import RunDir, check_name, default_name
 from dure.records.run_list import list_runs
 from dure.spec import resolve
@@ -258,6 +259,17 @@ def test_status_when_a_resumed_run_is_killed_then_its_old_summary_is_not_believe
         assert list_runs(run.path.parent)[0].status == "running"
     assert list_runs(run.path.parent)[0].status == "died"
     run.write_json("summary.json", {"status": "completed", "samples": 128})
+    assert list_runs(run.path.parent)[0].status == "completed"
+
+
+def test_status_when_the_clock_is_set_back_during_an_attempt_then_each_summary_counts_for_its_own(run: RunDir) -> None:
+    run.append_event(Attempt(time=time.time() + 3600))
+    run.write_end({"status": "failed"})
+    assert list_runs(run.path.parent)[0].status == "failed"
+    with run.lock():  # by the right clock
+        pass
+    assert list_runs(run.path.parent)[0].status == "died"
+    run.write_end({"status": "completed"})
     assert list_runs(run.path.parent)[0].status == "completed"
 
 

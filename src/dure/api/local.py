@@ -168,7 +168,7 @@ def finish(notes: Notes, spec: RunSpec, outcome: Outcome, *, is_own: bool = True
         if error is not None:
             kind = events.Interrupted if isinstance(error, Interrupted) else events.Failed
             run.append_event(kind(message=str(error)))
-        run.write_json(SUMMARY, summary.to_json())
+        run.write_end(summary.to_json())
     if error is not None:
         raise error
     return summary
@@ -243,7 +243,7 @@ def nothing_half_written(run: RunDir, *, is_new: bool) -> Iterator[None]:
                 run.discard()
             elif not _has_begun(run):
                 for name, record in before.items():
-                    run.write_json(name, record)
+                    run.write_end(record) if name == SUMMARY else run.write_json(name, record)
         raise
 
 

@@ -39,7 +39,7 @@ from dure.launch.worker.child import interface_variables, leave
 from dure.preflight.settings import PreflightSettings
 from dure.process.jobs import ScriptJob
 from dure.process.stop_signals import stop_exit_code
-from dure.records.run_dir import SUMMARY, RunDir
+from dure.records.run_dir import RunDir
 from dure.records.step_record import ScriptSummary
 from dure.terminal import shell_word
 
@@ -304,6 +304,6 @@ def _finish(run: RunDir, outcome: Outcome, seconds: float, world_size: int, *, i
     if is_own:
         message = None if error is None else str(error)
         summary = ScriptSummary(status=status_of(error), world_size=world_size, wall_seconds=seconds, message=message)
-        run.write_json(SUMMARY, summary.to_json())
+        run.write_end(summary.to_json())
     if error is not None:
         raise error

@@ -5,6 +5,7 @@ output, and no rank can write a line that looks like another's, because the pref
 `dure.launch.logs.rank_logs` starts it by this file's path: nothing of dure is imported here.
 """
 
+import errno
 import json
 import os
 import re
@@ -211,7 +212,9 @@ class LogFile:
         self.path = path
         try:
             self._open()
-        except OSError:  # the folder of the logs was removed
+        except OSError as error:  # the folder of the logs was removed, or the disk is full
+            if error.errno == errno.ELOOP:  # a link is in its place
+                raise
             self.descriptor, self.size = os.open(os.devnull, os.O_WRONLY), 0
 
     def _open(self) -> None:

@@ -9,9 +9,10 @@ VENV ?= .venv
 DURE_NO_VENV ?= 0
 PYTEST_ARGS ?=
 REPEAT ?= 1
-# four tests at a time, because most wait for half of their time; those that measure have the machine for themselves
-# (tests/turns.py)
+# four tests at a time, because many wait; two of those that kill or take long. Those that measure time have the machine
+# for themselves (tests/turns.py)
 FOUR := -n 4 --dist worksteal
+TWO := -n 2 --dist worksteal
 
 ifeq ($(DURE_NO_VENV),1)
 PY := $(PYTHON)
@@ -69,7 +70,7 @@ floors: $(DEV) ## does every module import its own floor or lower?
 	$(PY) -c 'from importlinter.cli import lint_imports_command; lint_imports_command()'
 
 slow: $(DEV) ## run the tests that take longer
-	$(PY) -m pytest $(FOUR) -m slow $(PYTEST_ARGS)
+	$(PY) -m pytest $(TWO) -m slow $(PYTEST_ARGS)
 
 faults: $(DEV) ## run the tests that kill, hang and slow ranks
 	$(PY) -m pytest -m faults --count $(REPEAT) $(PYTEST_ARGS)

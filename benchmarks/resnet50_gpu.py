@@ -11,7 +11,7 @@ import argparse
 import os
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,7 @@ from typing import Any
 import images_task
 import torch
 from images_task import Images
-from paired import HERE, Turns, compare, describe_surroundings, surroundings, write_results
+from paired import HERE, Comparison, Turns, compare, describe_surroundings, surroundings, write_results
 from resnet50 import build_resnet50
 from torch import Tensor
 
@@ -183,19 +183,24 @@ def report(options: argparse.Namespace, values: Mapping[str, list[float]]) -> tu
         "rows": [asdict(row) for row in rows.values()],
         "images_per_second": {name: [round(value, 1) for value in column] for name, column in values.items()},
     }
-    lines = [
-        f"| {row.name} | {row.median:,.0f} | {row.ratio:.3f} | {row.ratio_low:.3f} to {row.ratio_high:.3f} |\n"
-        for row in rows.values()
-    ]
     is_fast = rows["dure"].ratio >= LEAST_RATIO
     page = (
         f"# ResNet-50 on one GPU\n\n{describe_surroundings(record)}\n\n"
         f"Batches of {options.batch} images of {options.image_size} pixels, {options.rounds} rounds of "
         f"{options.block} steps each in random order. dure at least {LEAST_RATIO} of the hand-tuned loop: "
         f"{'yes' if is_fast else 'NO'}.\n\n"
-        f"| | images/s | ratio, median | ratio, middle half |\n|---|---|---|---|\n{''.join(lines)}"
+        f"{table(rows.values(), 'images/s')}"
     )
     return record, page, is_fast
+
+
+def table(rows: Iterable[Comparison], unit: str) -> str:
+    """Return the candidates' rates and their ratios to the hand-tuned loop as a Markdown table."""
+    lines = [
+        f"| {row.name} | {row.median:,.0f} | {row.ratio:.3f} | {row.ratio_low:.3f} to {row.ratio_high:.3f} |\n"
+        for row in rows
+    ]
+    return f"| | {unit} | ratio, median | ratio, middle half |\n|---|---|---|---|\n{''.join(lines)}"
 
 
 def parser() -> argparse.ArgumentParser:

@@ -18,7 +18,7 @@ from pathlib import Path
 import torch
 import transformer_task
 from paired import HERE, compare, describe_surroundings, surroundings, write_results
-from resnet50_gpu import AGAIN, HAND, LEAST_RATIO, alternate, copied_ahead, num_steps
+from resnet50_gpu import AGAIN, HAND, LEAST_RATIO, alternate, copied_ahead, num_steps, table
 from torch import Tensor
 from transformer_task import GPT
 
@@ -98,16 +98,12 @@ def run(arguments: list[str] | None = None) -> int:
     rows = {row.name: row for row in compare(values, HAND)}
     is_fast = rows["dure"].ratio >= LEAST_RATIO
     record = {**surroundings(), "rows": [asdict(row) for row in rows.values()]}
-    lines = [
-        f"| {row.name} | {row.median:,.0f} | {row.ratio:.3f} | {row.ratio_low:.3f} to {row.ratio_high:.3f} |\n"
-        for row in rows.values()
-    ]
     page = (
         f"# A GPT on one GPU\n\n{describe_surroundings(record)}\n\n"
         f"{options.layers} blocks of width {options.width}, batches of {options.batch} rows of {options.context} "
         f"words, {options.rounds} rounds of {options.block} steps each in random order. dure at least {LEAST_RATIO} of "
         f"the hand-tuned loop: {'yes' if is_fast else 'NO'}.\n\n"
-        f"| | words/s | ratio, median | ratio, middle half |\n|---|---|---|---|\n{''.join(lines)}"
+        f"{table(rows.values(), 'words/s')}"
     )
     write_results(options.results, "transformer_gpu", record, page)
     return 0 if is_fast else 1

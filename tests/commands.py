@@ -157,10 +157,15 @@ def is_pump(process: psutil.Process) -> bool:
         return False  # it has just ended
 
 
+def _has_ended(process: psutil.Process) -> bool:
+    """Return whether all its threads have ended: until the last one has, its files and their locks are held."""
+    return process.status() == psutil.STATUS_ZOMBIE and process.num_threads() <= 1
+
+
 def _in_session(leader: int) -> Iterator[psutil.Process]:
     for process in psutil.process_iter():
         try:
-            if os.getsid(process.pid) == leader and process.status() != psutil.STATUS_ZOMBIE:
+            if os.getsid(process.pid) == leader and not _has_ended(process):
                 yield process
         except (psutil.NoSuchProcess, ProcessLookupError):
             continue

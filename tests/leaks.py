@@ -5,7 +5,10 @@ import os
 import sys
 import threading
 import time
+from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
+from pathlib import Path
 
 import psutil
 
@@ -38,12 +41,12 @@ class Snapshot:
 
 
 def take_snapshot() -> Snapshot:
-    """Look at this process: environment, children, listening ports, non-daemon threads. About 2 ms."""
+    """Look at this process: environment, children, listening ports, non-daemon threads. About 1 ms."""
     me = psutil.Process()
     listening = (c.laddr for c in me.net_connections(kind="tcp") if c.status == psutil.CONN_LISTEN)
     return Snapshot(
         environment={key: value for key, value in os.environ.items() if key not in SET_BY_LIBRARIES},
-        children=frozenset(child for child in me.children(recursive=True) if _is_a_leak(child)),
+        children=frozenset(child for child in _descendants(me.pid) if _is_a_leak(child)),
         listening=frozenset((address.ip, address.port) for address in listening),
         threads=frozenset(thread for thread in threading.enumerate() if not thread.daemon),
         unforkable=reason_fork_would_fail(threads=2),
@@ -89,6 +92,15 @@ def _has_process_group() -> bool:
     # not imported here: most tests need no torch
     distributed = sys.modules.get("torch.distributed")
     return bool(distributed and distributed.is_available() and distributed.is_initialized())
+
+
+def _descendants(pid: int) -> Iterator[psutil.Process]:
+    # psutil looks at every process of the machine to find them, which takes 3 ms
+    with suppress(OSError, psutil.NoSuchProcess):  # it ends meanwhile
+        for thread in os.listdir(f"/proc/{pid}/task"):
+            for child in Path(f"/proc/{pid}/task/{thread}/children").read_text().split():
+                yield psutil.Process(int(child))
+                yield from _descendants(int(child))
 
 
 def _is_a_leak(child: psutil.Process) -> bool:

@@ -37,6 +37,7 @@ import torch.distributed as dist
 from torch import Generator, Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from dure.errors import EnvironmentLacks, message_of
 
@@ -952,6 +953,17 @@ def without_compilation() -> AbstractContextManager[None]:
     Compiled code does not see modes of `__torch_function__`, nor calls of modules that were replaced.
     """
     return _without_compilation
+
+
+class EagerDispatchMode(TorchDispatchMode):
+    """Mode of `__torch_dispatch__` for use where nothing is compiled.
+
+    Torch keeps the compiler away from `__torch_dispatch__`, which takes three times as long as a short operation.
+    """
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False
 
 
 def is_operator(func: object) -> bool:

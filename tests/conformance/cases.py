@@ -71,6 +71,7 @@ def train_case(
     """Train a task in forked processes and return the run's folder; the strategy's options stand among the settings."""
     name = f"{next(_numbers)}-{strategy}-{nproc}"
     usual = {"quiet": True, "start": "fork", "device": "cpu", "eval_every_epochs": 1e6, "threads": 1, "max_restarts": 0}
+    usual["checkpoint"] = {"every_samples": 10**9}  # only at the end: before each, a rank inspects the loss
     settings = grouped(strategy, usual | settings)
     summary = dure.train(task, strategy=strategy, nproc=nproc, runs_dir=folder, name=name, **settings)
     assert summary.status == "completed"

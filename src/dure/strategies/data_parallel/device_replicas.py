@@ -65,8 +65,7 @@ def _shared_by_modules(model: nn.Module) -> list[str]:
     """Return the first paths of plain containers and objects that are attributes of several modules."""
     found: dict[int, list[str]] = {}
     for prefix, module in model.named_modules():
-        for name in plain_attributes(module):
-            value = vars(module)[name]
+        for name, value in plain_attributes(module).items():
             if not isinstance(value, (*ATOMS, nn.Module)):
                 found.setdefault(id(value), []).append(".".join(filter(None, ("model", prefix, name))))
     return [paths[0] for paths in found.values() if len(paths) > 1]

@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.data import Dataset
 
 from dure import torchcompat
@@ -178,7 +177,7 @@ def is_equal(one: Tensor, other: Tensor) -> bool:
     return bool(((one == other) | ((one != one) & (other != other))).all())
 
 
-class Writes(TorchDispatchMode):
+class Writes(torchcompat.EagerDispatchMode):
     """Values of tensors before an operation first wrote to them, even through `.data`."""
 
     def __init__(self, tensors: Mapping[str, Tensor]) -> None:

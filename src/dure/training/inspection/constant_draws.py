@@ -11,7 +11,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
+
+from dure.torchcompat import EagerDispatchMode
 
 aten = torch.ops.aten
 
@@ -25,7 +26,7 @@ class TooManyDraws(BaseException):
     """End of a call that keeps drawing; a BaseException, so that no `except Exception` of a task prevents it."""
 
 
-class ConstantDraws(TorchDispatchMode):
+class ConstantDraws(EagerDispatchMode):
     """Context in which torch's random operations return constants and leave generators alone.
 
     Unknown operations, and draws of Python and NumPy, run as always and are visible in the generators. Code that draws

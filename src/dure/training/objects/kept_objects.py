@@ -260,7 +260,7 @@ class Keeper:
     def _dataset(self, value: Any, path: str, is_known: bool) -> Any:
         if not is_known:
             raise _made_on_the_way(value, path)
-        atoms = {name: vars(value)[name] for name in plain_attributes(value)}
+        atoms = plain_attributes(value)
         return {"some": {n: v for n, v in atoms.items() if v is None or type(v) in JSON_TYPES}}
 
     def _partial(self, value: Any, path: str, is_known: bool) -> Any:
@@ -275,7 +275,7 @@ class Keeper:
                 raise _made_on_the_way(module, inner)
             if id(module) in self._known.elsewhere:
                 continue
-            attributes = {each: vars(with_dict(module))[each] for each in plain_attributes(with_dict(module), module)}
+            attributes = plain_attributes(with_dict(module), module)
             # sizes, dtypes and the like are definitions
             own = {
                 n: v for n, v in attributes.items() if v is None or type(v) in JSON_TYPES or not isinstance(v, ATOMS)

@@ -183,7 +183,9 @@ class _FunctionVariables(_Attributes):
         self._cells = dict(zip(names, function.__closure__ or (), strict=True))
 
     def _defaults(self) -> dict[str, int]:
-        code, values = self._function.__code__, self._function.__defaults__ or ()
+        code, values = self._function.__code__, self._function.__defaults__
+        if not values:
+            return {}
         names = code.co_varnames[: code.co_argcount]
         return {name: place for place, name in enumerate(names[len(names) - len(values) :])}
 

@@ -380,10 +380,10 @@ class ObjectState:
 
     def _attributes(self, path: str, value: Any) -> None:
         owner: Any = with_dict(value)
-        before = {name: vars(owner)[name] for name in plain_attributes(owner, value)}
-        all_names = {*vars(owner)}
+        before = plain_attributes(owner, value)
+        everything = dict(vars(owner).items())
         torchs = _torchs_own(value)
-        left_out = {name: item for name, item in vars(owner).items() if name not in before and name not in torchs}
+        left_out = {name: item for name, item in everything.items() if name not in before and name not in torchs}
         outer, is_owner = (
             self._holder,
             isinstance(value, Namespace | Variables)
@@ -403,7 +403,7 @@ class ObjectState:
                 return False
             there = vars(owner)  # only a value that was left out can become an attribute later
             names_now = there.keys() if type(there) is dict else set(there)  # views of others are slow to compare
-            if names_now == all_names and (not left_out or all(there[n] is v for n, v in left_out.items())):
+            if names_now == everything.keys() and (not left_out or all(there[n] is v for n, v in left_out.items())):
                 return False
             return now().keys() != before.keys()
 
@@ -411,7 +411,7 @@ class ObjectState:
             return [*(now().keys() ^ before.keys())]
 
         def now() -> dict[str, Any]:
-            return {name: vars(owner)[name] for name in plain_attributes(owner, value)}
+            return plain_attributes(owner, value)
 
         def put_back() -> None:
             for name in now().keys() - before.keys():
@@ -478,8 +478,8 @@ def _torchs_own(owner: object) -> frozenset[str]:
     return next((names for kind, names in _TORCHS_OWN.items() if isinstance(owner, kind)), frozenset())
 
 
-def plain_attributes(owner: object, kind: object = None) -> list[str]:
-    """Return the names of an object's attributes.
+def plain_attributes(owner: object, kind: object = None) -> dict[str, Any]:
+    """Return an object's attributes by name.
 
     For a module or an optimiser these exclude torch's own, and for a data set its data.
 
@@ -489,18 +489,18 @@ def plain_attributes(owner: object, kind: object = None) -> list[str]:
     """
     kind = owner if kind is None else kind
     if isinstance(kind, Dataset):
-        return [name for name, value in vars(owner).items() if isinstance(value, ATOMS)]
+        return {name: value for name, value in vars(owner).items() if isinstance(value, ATOMS)}
     torchs = _torchs_own(kind)
     # lists of the parameters of a module are no state; a task may have its own parameters
     has_parameters = isinstance(kind, nn.Module | Optimizer)
-    return [
-        name
+    return {
+        name: value
         for name, value in vars(owner).items()
         if name not in torchs
         and not isinstance(value, SEALED)
         and not (has_parameters and _holds_parameters(value))
         and type(value) is not DTensor
-    ]
+    }
 
 
 def _holds_parameters(value: object) -> bool:

@@ -5,7 +5,9 @@ import dis
 import functools
 import sys
 import types
+from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -73,20 +75,16 @@ class _Used:
         module = sys.modules.get(function.__globals__.get("__name__", ""))
         if module is None:
             return
-        codes = list(_codes(function.__code__))
-        names = {name for code in codes for name in code.co_names}
-        read = {name for code in codes for name in _operands(code, "LOAD_GLOBAL", "LOAD_NAME", "IMPORT_FROM")}
-        self._assign(module, {name for code in codes for name in _operands(code, "STORE_GLOBAL", "DELETE_GLOBAL")})
-        stored = {name for code in codes for name in _operands(code, "STORE_ATTR", "DELETE_ATTR")}
-        gives = bool(stored) or "setattr" in names
-        imported = {name for code in codes for name in _operands(code, "IMPORT_NAME")}
-        self._use(module, sorted(read & vars(module).keys()), gives_attributes=gives)
-        others = [vars(module)[name] for name in sorted(read & vars(module).keys())]
+        names = _names_in(function.__code__)
+        self._assign(module, names.assigned)
+        gives = bool(names.stored) or "setattr" in names.all
+        self._use(module, sorted(names.read & vars(module).keys()), gives_attributes=gives)
+        others = [vars(module)[name] for name in sorted(names.read & vars(module).keys())]
         # in the same order in every process, because paths are distinguished by it
-        for other in [*others, *(sys.modules.get(name) for name in sorted(imported))]:
+        for other in [*others, *(sys.modules.get(name) for name in sorted(names.imported))]:
             if isinstance(other, types.ModuleType) and other is not module and is_users_module(other):
-                self._use(other, sorted(names & vars(other).keys()), gives_attributes=gives)
-                self._assign(other, stored & vars(other).keys())
+                self._use(other, sorted(names.all & vars(other).keys()), gives_attributes=gives)
+                self._assign(other, names.stored & vars(other).keys())
 
     def _use(self, module: types.ModuleType, names: Collection[str], *, gives_attributes: bool) -> None:
         for name in names:
@@ -151,8 +149,39 @@ def _may_keep_state(value: Any) -> bool:
     return not isinstance(value, (*ATOMS, *SEALED))
 
 
-def _operands(code: types.CodeType, *names: str) -> set[str]:
-    return {one.argval for one in dis.get_instructions(code) if one.opname in names}
+@dataclass(frozen=True)
+class _Names:
+    """Names in the code of a function and of the functions defined in it, by what the code does with them."""
+
+    all: frozenset[str]
+    read: frozenset[str]
+    """Names that may be read from the module's variables."""
+    assigned: frozenset[str]
+    """Names that are assigned to or deleted as global variables."""
+    stored: frozenset[str]
+    """Names that are assigned to or deleted as attributes."""
+    imported: frozenset[str]
+
+
+@functools.cache  # disassembling takes long, and every session asks twice
+def _names_in(code: types.CodeType) -> _Names:
+    codes = list(_codes(code))
+    operands: defaultdict[str, set[str]] = defaultdict(set)
+    for each in codes:
+        for one in dis.get_instructions(each):
+            if isinstance(one.argval, str):
+                operands[one.opname].add(one.argval)
+
+    def of(*operations: str) -> frozenset[str]:
+        return frozenset().union(*(operands[operation] for operation in operations))
+
+    return _Names(
+        all=frozenset(name for each in codes for name in each.co_names),
+        read=of("LOAD_GLOBAL", "LOAD_NAME", "IMPORT_FROM"),
+        assigned=of("STORE_GLOBAL", "DELETE_GLOBAL"),
+        stored=of("STORE_ATTR", "DELETE_ATTR"),
+        imported=of("IMPORT_NAME"),
+    )
 
 
 def _named(names: Collection[str]) -> Callable[[str, Any], bool]:

@@ -8,7 +8,14 @@ import torch
 from torch import nn, optim
 from torch.optim import Optimizer
 
-from dure.strategies.division.optimizer_trial import reason_not_to_cut, reason_not_to_divide, reason_of_classes
+from dure.errors import TaskInvalid
+from dure.strategies.contract.precision import Precision
+from dure.strategies.division.optimizer_trial import (
+    NEEDS_CLOSURE,
+    reason_not_to_cut,
+    reason_not_to_divide,
+    reason_of_classes,
+)
 from dure.strategies.state.optimizer import first_state, has_other_values
 
 
@@ -429,3 +436,20 @@ def test_first_state_when_numbers_follow_from_a_part_of_the_weights_then_ranks_d
     assert not has_other_values(built(one), built(one))
     adagrad = optim.Adagrad([nn.Parameter(one)], initial_accumulator_value=0.1)
     assert not has_other_values(first_state(adagrad), first_state(adagrad))
+
+
+class CallsClosure(optim.SGD):
+    """Computes the loss again in every step, though its signature makes that look optional."""
+
+    def step(self, closure=None):
+        with torch.enable_grad():
+            loss = closure()
+        super().step()
+        return loss
+
+
+def test_optimiser_when_it_calls_a_closure_that_is_none_then_it_is_said_to_need_one():
+    optimizer = CallsClosure([*model().parameters()])
+    assert reason_not_to_divide(optimizer) == NEEDS_CLOSURE
+    with pytest.raises(TaskInvalid, match="CallsClosure needs a closure"):
+        Precision("fp32", "cpu").step(optimizer)

@@ -1,5 +1,6 @@
 """Autocast and loss scaling: the only module that knows the meaning of `fp32`, `bf16` and `fp16`."""
 
+import traceback
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -75,9 +76,19 @@ def refuse_closure(optimizer: Optimizer, error: Exception) -> None:
     Raises:
         TaskInvalid: Its step computes the loss again, by a closure.
     """
-    if "closure" in str(error).lower():
+    if is_about_closure(error):
         raise TaskInvalid(
             f"the optimiser {type(optimizer).__name__} needs a closure, by which its step computes the loss again "
             f"({type(error).__name__}: {message_of(error)}): use one that takes a step from gradients, such as AdamW "
             "or SGD"
         ) from error
+
+
+def is_about_closure(error: Exception) -> bool:
+    """Return whether an exception of an optimiser's step says that it misses a closure, or comes of a call of none."""
+    if "closure" in str(error).lower():
+        return True
+    if not isinstance(error, TypeError) or "'NoneType' object is not callable" not in str(error):
+        return False
+    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+    return any("closure" in frame.f_code.co_varnames[: frame.f_code.co_argcount] for frame in frames)

@@ -20,6 +20,7 @@ from torch.overrides import TorchFunctionMode
 
 from dure.data.randomness import GeneratorStates, kept_global_randomness
 from dure.errors import message_of
+from dure.strategies.contract.precision import is_about_closure
 from dure.strategies.division import stand_ins
 from dure.strategies.division.held_models import held_model
 from dure.strategies.division.stand_ins import StandIn
@@ -294,7 +295,7 @@ class _Trial:
         try:
             together = self._step(everything)
         except Exception as error:
-            if "closure" in str(error).lower():
+            if is_about_closure(error):
                 return NEEDS_CLOSURE
             if "sparse" in str(error).lower() and not self._subject.is_sparse:
                 self._subject.is_sparse = True  # it accepts no other gradients (SparseAdam)

@@ -11,6 +11,7 @@ from dataclasses import replace
 
 from dure.data.randomness import GeneratorStates
 from dure.errors import DataInvalid
+from dure.strategies.state.kept_buffers import KeptBuffers
 from dure.strategies.state.objects.object_state import ObjectState
 from dure.training.inspection.additivity import tolerance_of
 from dure.training.rehearsal import few_losses
@@ -116,7 +117,7 @@ class LateInspection:
         if loader is None:
             return None
         before = ObjectState({**strategy.objects, "model": strategy.model})
-        buffers = [(buffer, buffer.clone()) for buffer in strategy.model.buffers()]
+        buffers = KeptBuffers(strategy.model)
         tolerance = tolerance_of(strategy.model, is_exact=strategy.precision.name == "fp32")
         try:
             losses = few_losses(session, loader, num_samples, tolerance)
@@ -124,8 +125,7 @@ class LateInspection:
             return None
         finally:
             before.put_back()
-            for buffer, value in buffers:
-                buffer.copy_(value)
+            buffers.put_back()
         if losses is None:
             return None
         one, other, few = losses

@@ -24,12 +24,13 @@ from dure.strategies.state.checksum import checksum
 from dure.strategies.state.data_tensors import KeptDataSets, tensors_of
 from dure.strategies.state.definitions import Definitions
 from dure.strategies.state.hooks import without_new_hooks
+from dure.strategies.state.kept_buffers import KeptBuffers
 from dure.strategies.state.kept_modules import KeptModules
 from dure.strategies.state.objects.object_state import ObjectState
 from dure.strategies.state.objects.surroundings import Surroundings
 from dure.strategies.state.optimizer import settings_of
 from dure.strategies.state.shared_storage import recomputed_weights
-from dure.strategies.state.trial import Writes, is_equal
+from dure.strategies.state.trial import Writes
 from dure.training.best_metric import Best
 from dure.training.inspection.collectives import CollectiveCalled, no_collectives
 from dure.training.inspection.phases import positions_of
@@ -212,7 +213,7 @@ def _only_asked(session: Session, schedule: Any) -> Iterator[_Asked]:
     state = ObjectState({**strategy.objects, "model": model, "schedule": schedule}, sees_data=True)
     modules = KeptModules(model, strategy.objects)
     data_sets = KeptDataSets([session.train_loader.data])
-    buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
+    buffers = KeptBuffers(model)
     asked = _Asked(state)
     writes = Writes(
         {path: t.detach() for path, t in {**state.large, **tensors_of("data", session.train_loader.data)}.items()}
@@ -230,9 +231,8 @@ def _only_asked(session: Session, schedule: Any) -> Iterator[_Asked]:
         modules.put_back()
         data_sets.put_back()
         state.put_back()
+        buffers.put_back()
         with torch.no_grad():
-            for buffer, value in buffers:
-                buffer.copy_(value)
             for path, value in writes.before.items():
                 writes.tensors[path].copy_(value)
 
@@ -305,7 +305,7 @@ def rehearse_evaluation(session: Session, best: Best) -> list[str]:
         return []
     strategy, model = session.strategy, session.strategy.model
     before = ObjectState({**strategy.objects, "model": model})
-    buffers = {name: (buffer, buffer.clone()) for name, buffer in model.named_buffers()}
+    buffers = KeptBuffers(model)
     weights, settings = _weights(session), settings_of(strategy.built_optimizer)
     limited = _limited_embeddings(session)
     surroundings = Surroundings()
@@ -322,6 +322,8 @@ def rehearse_evaluation(session: Session, best: Best) -> list[str]:
         written.append("the optimiser's settings")
     before.put_back()
     definitions.put_back()
+    variables = surroundings.set_variables()
+    surroundings.put_back_variables()
     if strategy.group.world_size == 1:  # other ranks may be writing to the same files
         surroundings.put_back()
     limits = [name for name in written if name in limited]
@@ -340,17 +342,22 @@ def rehearse_evaluation(session: Session, best: Best) -> list[str]:
             "only: how often it is done, and by which rank, would change the result; do it in the loss where "
             "model.training is true, or in the optimiser's step"
         )
-    changed += [name for name, (buffer, value) in buffers.items() if not is_equal(buffer, value)]
-    for buffer, value in buffers.values():
-        buffer.copy_(value)
+    changed += buffers.changed()
+    buffers.put_back()
+    texts = []
     if limits:
-        return [
+        texts.append(
             f"weights: an evaluation too limits rows of {few_of(limits)} (nn.Embedding(max_norm=)), so how often it "
             "is done can change them"
-        ]
-    if not changed or strategy.share.count * len(strategy.evaluation_models()) == 1:
-        return []
-    return [f"state that the evaluation keeps ({few_of(changed)}): of the batches that each rank evaluates"]
+        )
+    if variables:
+        texts.append(
+            f"state outside of model and task ({few_of(variables)}): every process that evaluates writes it, and "
+            "neither a restart nor a resume brings it back (keep what the loss needs in attributes)"
+        )
+    if changed and strategy.share.count * len(strategy.evaluation_models()) > 1:
+        texts.append(f"state that the evaluation keeps ({few_of(changed)}): of the batches that each rank evaluates")
+    return texts
 
 
 @dataclass(frozen=True, eq=False)

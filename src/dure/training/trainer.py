@@ -14,6 +14,7 @@ from dure.records.step_writer import RecordWriter
 from dure.strategies.contract.abilities import lost_shares
 from dure.strategies.contract.declarations import few as few_of
 from dure.strategies.contract.step_facts import LostShare, Requests
+from dure.strategies.state.kept_buffers import KeptBuffers
 from dure.strategies.state.objects.object_state import ObjectState
 from dure.strategies.state.shared_storage import recomputed_weights
 from dure.torchcompat import step_hook_registries
@@ -384,7 +385,7 @@ class Trainer:
         self._note_between_evaluations()
         loader = session.eval_loader
         before = ObjectState({**session.strategy.objects, "model": session.strategy.model})
-        buffers = [(buffer, buffer.clone()) for buffer in session.strategy.model.buffers()] if is_extra else []
+        buffers = KeptBuffers(session.strategy.model) if is_extra else None
         metrics = self._together(
             lambda: evaluate(
                 session.task,
@@ -396,10 +397,9 @@ class Trainer:
             )
         )
         self._set_by_evaluation |= before.changed().keys()
-        if is_extra:
+        if buffers is not None:
             before.put_back()
-            for buffer, value in buffers:
-                buffer.copy_(value)
+            buffers.put_back()
         self._evaluated = ObjectState({**session.strategy.objects, "model": session.strategy.model})
         before.put_back_generators()  # the position of evaluations must not change the training data
         self.current_phase("training")

@@ -1,6 +1,7 @@
 """Rehearsals of schedules and evaluations that do more than answer: asking them beforehand changes nothing."""
 
 import json
+import os
 
 import pytest
 import torch
@@ -10,7 +11,7 @@ from torch.utils.data import TensorDataset
 import dure
 from dure.errors import WorkerFailed
 from tests.conformance.cases import largest_difference, records_of, train_case, weights_of
-from tests.conformance.tasks import Regression
+from tests.conformance.tasks import Regression, layered_model
 
 
 class Frozen(Regression):
@@ -225,3 +226,54 @@ def test_metrics_that_give_weights_other_memory_are_refused_where_a_strategy_kee
 def test_metrics_that_give_weights_other_memory_change_nothing_elsewhere(tmp_path):
     runs = [train_case(tmp_path, task, "ddp", 2, **EVALUATED) for task in (Regression(), Rebinding())]
     assert largest_difference(*map(weights_of, runs)) == 0
+
+
+class Shift(nn.Module):
+    """Keeps the mean of what it sees in evaluations, always as another tensor, and subtracts it."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(8, dtype=torch.float64))
+
+    def forward(self, x):
+        if not self.training:
+            self.mean = 0.5 * self.mean + 0.5 * x.detach().mean(0)
+        return x - self.mean
+
+
+class Shifted(Regression):
+    def build_model(self):
+        layers = layered_model(torch.float64, 0.0)
+        return nn.Sequential(layers[:2], Shift(), layers[2:])
+
+
+def test_buffer_that_an_evaluation_replaces_is_as_before_when_training_begins(tmp_path):
+    losses = [
+        records_of(train_case(tmp_path, task, **STEPS))[0]["loss_sum"] for task in (Shifted(), Regression(layered=True))
+    ]
+    assert losses[0] == losses[1]
+
+
+def test_buffer_that_an_evaluation_replaces_is_declared_where_ranks_evaluate_their_own_batches(tmp_path):
+    run = train_case(tmp_path, Shifted(), "ddp", 2, **STEPS)
+    declared = json.loads((run / "summary.json").read_text())["not_preserved"]
+    assert any("state that the evaluation keeps (1.mean)" in text for text in declared)
+
+
+class SetsVariable(Regression):
+    """Metrics set an environment variable that the loss reads."""
+
+    def loss(self, model, batch):
+        return super().loss(model, batch) * float(os.environ.get("FACTOR_OF_TEST", "1"))
+
+    def metrics(self, model, batch):
+        os.environ["FACTOR_OF_TEST"] = "2"
+        return super().metrics(model, batch)
+
+
+def test_variable_that_metrics_set_is_declared_and_unset_when_training_begins(tmp_path):
+    run = train_case(tmp_path, SetsVariable(), "ddp", 2, **STEPS)
+    declared = json.loads((run / "summary.json").read_text())["not_preserved"]
+    assert any("os.environ['FACTOR_OF_TEST']" in text for text in declared)
+    plain = train_case(tmp_path, Regression(), "ddp", 2, **STEPS)
+    assert records_of(run)[0]["loss_sum"] == records_of(plain)[0]["loss_sum"]

@@ -65,19 +65,20 @@ class Surroundings:
 
     def written(self) -> list[str]:
         """Return the files that were opened for writing, and the environment variables that were set or removed."""
-        before, names = self._environment, sorted(self._environment.keys() | os.environ.keys())
-        variables = [f"os.environ[{name!r}]" for name in names if before.get(name) != os.environ.get(name)]
         return [
             *(f"file {path.name}" for path in sorted({*self._contents, *self._lengths})),
             *self._too_large,
-            *variables,
+            *self.set_variables(),
         ]
+
+    def set_variables(self) -> list[str]:
+        """Return the environment variables that were set or removed."""
+        before, names = self._environment, sorted(self._environment.keys() | os.environ.keys())
+        return [f"os.environ[{name!r}]" for name in names if before.get(name) != os.environ.get(name)]
 
     def put_back(self) -> list[str]:
         """Restore everything; return files and variables that cannot be restored."""
-        if self._environment != dict(os.environ):
-            os.environ.clear()
-            os.environ.update(self._environment)
+        self.put_back_variables()
         left = [*self._too_large]
         for path, content in self._contents.items():
             try:
@@ -94,6 +95,12 @@ class Surroundings:
             except OSError:
                 left.append(f"file {path.name}")
         return left
+
+    def put_back_variables(self) -> None:
+        """Restore the environment variables."""
+        if self._environment != dict(os.environ):
+            os.environ.clear()
+            os.environ.update(self._environment)
 
 
 def _is_for_user(frame: FrameType | None) -> bool:

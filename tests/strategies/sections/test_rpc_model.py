@@ -201,3 +201,54 @@ def test_backward_is_said_to_come_to_an_input_only_if_it_does():
     assert leads_to([(received * 3).sum()], [received])
     assert not leads_to([(received.detach() * torch.ones(2, requires_grad=True)).sum()], [received])
     assert leads_to([torch.ones(())], [torch.ones(2)])
+
+
+class Carrying(nn.Module):
+    """Layers whose model carries the mean of its last output over to the next call, in a number or a buffer."""
+
+    def __init__(self, where):
+        super().__init__()
+        self.first, self.second = (nn.Linear(6, 6, dtype=torch.float64) for _ in range(2))
+        self.where, self.number = where, 0.0
+        self.register_buffer("mean", torch.zeros((), dtype=torch.float64))
+
+    def forward(self, x):
+        output = self.second(torch.tanh(self.first(x + self.number + self.mean)))
+        if self.where == "number":
+            self.number = float(output.detach().mean())
+        elif self.where == "mean":
+            self.mean = 0.5 * self.mean + 0.5 * output.detach().mean()
+        return output
+
+
+class Carried(Regression):
+    where: str = "number"
+
+    def build_model(self):
+        return Carrying(self.where)
+
+
+@pytest.mark.parametrize("strategy", ["rpc_model", "pipeline"])
+@pytest.mark.parametrize("where", ["number", "mean"])
+def test_state_between_blocks_that_one_rank_sets_and_another_uses_is_refused(where, strategy, tmp_path):
+    with pytest.raises(WorkerFailed, match=f"separates the code that sets .*{where} from") as caught:
+        train_case(tmp_path, Carried(where=where), strategy, 2, **STEPS)
+    assert caught.value.exit_code == 2
+
+
+class Looking(Regression):
+    """Metrics add up the norms of the gradients that a backward pass of their own leaves."""
+
+    def metrics(self, model, batch):
+        with torch.enable_grad():
+            model(batch[0]).square().sum().backward()
+        norms = [parameter.grad.norm() for parameter in model.parameters() if parameter.grad is not None]
+        return {"norm": dure.Sum(float(sum(norms)), 1)}
+
+
+def test_metrics_that_use_gradients_of_which_a_rank_has_a_part_are_refused(tmp_path):
+    with pytest.raises(
+        WorkerFailed, match="metrics would need gradients, of which a rank has those of its own"
+    ) as caught:
+        train_case(tmp_path, Looking(layered=True), "rpc_model", 2, **STEPS)
+    assert caught.value.exit_code == 2

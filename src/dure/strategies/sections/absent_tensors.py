@@ -148,6 +148,8 @@ class UsedTensors(TorchFunctionMode):
         """Used tensors, by name: the tensors themselves, their memory, and a copy of it."""
         self.has_used_gradients = False
         """True if `.grad` of any tensor was read or set."""
+        self.has_gone_back = False
+        """True if a backward pass was run."""
         self._is_paused = False
 
     @contextmanager
@@ -178,6 +180,7 @@ class UsedTensors(TorchFunctionMode):
             return function(*args, **(kwargs or {}))
         name, is_attribute = _name_of(function)
         self.has_used_gradients |= is_attribute and name == "grad"
+        self.has_gone_back |= name == "backward"
         if name in _VALUE_ATTRIBUTES if is_attribute else name not in _METADATA:
             map_tensors((args, dict(kwargs or {})), self._note)
         return function(*args, **(kwargs or {}))

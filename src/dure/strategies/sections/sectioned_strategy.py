@@ -16,7 +16,7 @@ from dure.strategies.contract.strategy import Strategy
 from dure.strategies.contract.weight_rules import WeightRules
 from dure.strategies.division.optimizer_trial import faults_of_parts
 from dure.strategies.division.step_hooks import refuse_later_hooks
-from dure.strategies.sections.absent_tensors import AbsentUsed, guarded
+from dure.strategies.sections.absent_tensors import AbsentUsed, UsedTensors, guarded
 from dure.strategies.sections.gradients import clip_by_common_norm, share_overflows
 from dure.strategies.sections.own_part import LocalStages
 from dure.strategies.sections.plan import CURE, SectionPlan
@@ -83,18 +83,34 @@ class SectionedStrategy(Strategy):
         """Call a function of the task, which may not use tensors of other ranks.
 
         Raises:
-            TaskInvalid: It uses such tensors.
+            TaskInvalid: It uses such tensors, or their gradients in an evaluation.
         """
         with guarded():
-            try:
-                return function(*args)
-            except TaskInvalid as error:
-                if torch.is_grad_enabled() or not isinstance(error.__cause__, AbsentUsed):
-                    raise
-                raise TaskInvalid(
-                    f"in an evaluation the task's {function.__name__} would need the weights of {error.__cause__} on a "
-                    f"rank that has those of other sections: let the model return what is needed of them, or use {CURE}"
-                ) from error
+            return function(*args) if torch.is_grad_enabled() else self._evaluated(function, *args)
+
+    def _evaluated(self, function: Callable[..., Any], *args: Any) -> Any:
+        used, failure = UsedTensors({}), None
+        try:
+            with used:
+                value = function(*args)
+        except TaskInvalid as error:
+            if not isinstance(error.__cause__, AbsentUsed):
+                raise
+            raise TaskInvalid(
+                f"in an evaluation the task's {function.__name__} would need the weights of {error.__cause__} on a "
+                f"rank that has those of other sections: let the model return what is needed of them, or use {CURE}"
+            ) from error
+        except Exception as error:
+            failure = error
+        # those that are read before any backward pass are None, as in one process
+        if used.has_used_gradients and used.has_gone_back and len(self.plan.begins) > 1:
+            raise TaskInvalid(
+                f"in an evaluation the task's {function.__name__} would need gradients, of which a rank has those of "
+                f"its own section at most: use {CURE}"
+            ) from failure
+        if failure is not None:
+            raise failure
+        return value
 
     def unscale_gradients(self) -> None:
         """Unscale, and agree over all sections on whether a gradient overflowed: all ranks skip the step, or none.

@@ -27,8 +27,9 @@ from dure.strategies.sections.sectioned_model import SectionedModel
 from dure.strategies.sections.stand_in import call_of, called_again, stand_in
 from dure.strategies.sections.trace import Survey, switched, tensors_of
 from dure.strategies.sections.values import describe
+from dure.strategies.state.kept_buffers import KeptBuffers
 from dure.strategies.state.objects.object_state import ObjectState
-from dure.strategies.state.trial import Trial
+from dure.strategies.state.trial import Trial, is_equal
 
 SETS_GRADIENTS = (
     "the task's loss sets gradients itself (by a backward pass of its own, say), which a model in sections has on "
@@ -89,7 +90,7 @@ def _rehearse_now(
     is_other_loss = not _are_close(torch.tensor(whole.loss), torch.tensor(parts.loss))
     other = [n for n, _ in model.named_parameters() if not _are_close(whole.gradients.get(n), parts.gradients.get(n))]
     if not other and not is_other_loss:
-        return None
+        return rehearsal.fault_of_own_code(where)
     if rehearsal.hidden is not None:
         return rehearsal.hidden
     if (cause := _cause(strategy, model, plan, whole, loss_section)) is not None:
@@ -177,6 +178,12 @@ class _Rehearsal:
         self._gradients: dict[str, Tensor] = {}
         self.hidden: str | None = None
         """Message about an output of the model whose gradients come back to no other rank."""
+        self._blocks = tuple(f"model.{name}." for name in find_blocks(model))
+        self._own_buffers = KeptBuffers(model, lambda name: not f"model.{name}".startswith(self._blocks))
+        self._own_values: list[dict[str, Tensor]] = []
+        """Buffers outside the blocks as the model's own code leaves them on the rank of each section."""
+        self._own_state: list[dict[str, Any]] = []
+        """Plain state outside the blocks that it changes there."""
 
     def whole(self) -> _Outcome:
         """Return the loss and the gradients of the whole model."""
@@ -204,12 +211,14 @@ class _Rehearsal:
         for number in range(self._last):
             with self._only(number):
                 state.put_back()
+                self._own_buffers.put_back()
                 begin.put_back()
                 with torch.enable_grad(), self._strategy.precision.autocast():
                     args, kwargs = call_of(self._strategy.loss, self._model, self._own_batch())
                 if number:
                     at.put_back()
                 received = self._handed_on(self._run(number, args, kwargs, received))
+                self._note_own_code(state)
                 at = GeneratorStates.now(self._device)
 
         def answer(*args: Any, **kwargs: Any) -> Any:
@@ -218,9 +227,12 @@ class _Rehearsal:
                 raise TaskInvalid(called_again(self._model))
             is_called = True
             at.put_back()
-            return self._run(self._last, args, kwargs, received)
+            value = self._run(self._last, args, kwargs, received)
+            self._note_own_code(state)
+            return value
 
         state.put_back()
+        self._own_buffers.put_back()
         begin.put_back()
         return self._differentiated(answer, self._last)
 
@@ -239,11 +251,14 @@ class _Rehearsal:
             for number in range(self._last + 1):
                 if number and not after_call:
                     state.put_back()
+                    self._own_buffers.put_back()
                 if number == 1:
                     own = ObjectState(self._strategy.objects)
                 run = functools.partial(self._run, number, args, kwargs, received)
                 with self._only(number):  # other ranks have none of the contexts that the task enters around the call
                     received = self._handed_on(_in_new_thread(run) if number else run())
+                if not after_call:
+                    self._note_own_code(state)
             self._look_into(received)
             if own is not None:
                 own.put_back()  # changes of the task by blocks of other ranks, and their hooks, stay on those ranks
@@ -254,6 +269,46 @@ class _Rehearsal:
         if found := [path for path, value in state.changed().items() if after_call[0].get(path) != value]:
             raise TaskInvalid(changes_module(found[0]))
         return outcome
+
+    def _note_own_code(self, state: "_RankState") -> None:
+        found = state.changed().items()
+        own = {path: value for path, value in found if path.startswith("model.") and not path.startswith(self._blocks)}
+        self._own_state.append(own)
+        self._own_values.append({name: buffer.clone() for name, buffer in self._own_buffers.now().items()})
+
+    def fault_of_own_code(self, where: str) -> str | None:
+        """Return a sentence if state outside the blocks is set on another rank than the one that uses or keeps it."""
+        if not (names := self._lost_buffers() or self._differing_state()):
+            return None
+        return (
+            f"{where} separates the code that sets {names[0]} from what uses or keeps it, which another rank does: let "
+            f"one block set it and use it, or use {CURE}"
+        )
+
+    def _lost_buffers(self) -> list[str]:
+        """Return the buffers outside the blocks that the rank that keeps them does not change as the whole model."""
+        owners = self._plan.owners(self._model)
+        with Trial(self._model, self._strategy.objects, seed=0, watches_writes=False):
+            self.whole()
+            whole = {name: self._own_buffers.now()[name].clone() for name in self._own_buffers.changed()}
+        kept = {name: self._own_values[owners.get(name, 0)].get(name) for name in whole}
+        return [name for name, value in whole.items() if not _is_same(value, kept[name])]
+
+    def _differing_state(self) -> list[str]:
+        """Return plain state outside the blocks that sections change differently, if a next call depends on it."""
+        first, *others = self._own_state
+        paths = {path for other in others for path in first.keys() | other.keys() if first.get(path) != other.get(path)}
+        if not paths:
+            return []
+        with Trial(self._model, self._strategy.objects, seed=0, watches_writes=False):
+            begin = GeneratorStates.now(self._device)
+            one = self.whole()
+            begin.put_back()
+            other = self.whole()
+        losses = torch.tensor(one.loss), torch.tensor(other.loss)
+        if _are_close(*losses) and all(_are_close(g, other.gradients.get(n)) for n, g in one.gradients.items()):
+            return []
+        return sorted(paths)
 
     def _differentiated(self, answer: Callable[..., Any], loss_section: int) -> _Outcome:
         with self._only(loss_section):
@@ -381,6 +436,13 @@ class _RankState:
             if module.training != was
         }
         return self._plain.changed() | modes
+
+
+def _is_same(one: Tensor, other: Tensor | None) -> bool:
+    """Return whether two buffers are equal up to rounding."""
+    if other is None or one.shape != other.shape:
+        return False
+    return is_equal(one, other) or (one.is_floating_point() and _are_close(one, other))
 
 
 def _are_close(one: Tensor | None, other: Tensor | None) -> bool:

@@ -40,4 +40,5 @@ class KeptBuffers:
                     module._buffers.pop(leaf, None)
         with torch.no_grad():
             for buffer, value in self._values.values():
-                buffer.copy_(value)
+                if not is_equal(buffer, value):  # a write to one that a graph has saved would be an error in backward
+                    buffer.copy_(value)

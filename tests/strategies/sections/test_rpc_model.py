@@ -203,37 +203,56 @@ def test_backward_is_said_to_come_to_an_input_only_if_it_does():
     assert leads_to([torch.ones(())], [torch.ones(2)])
 
 
+class Added(nn.Linear):
+    """A layer that adds a number to its input."""
+
+    number = 0.0
+
+    def forward(self, x):
+        return super().forward(x + self.number)
+
+
 class Carrying(nn.Module):
-    """Layers whose model carries the mean of its last output over to the next call, in a number or a buffer."""
+    """Layers whose model carries the mean of its last output over: in a number of its own or a block's, or a buffer."""
 
     def __init__(self, where):
         super().__init__()
-        self.first, self.second = (nn.Linear(6, 6, dtype=torch.float64) for _ in range(2))
-        self.where, self.number = where, 0.0
+        self.first, self.second = (Added(6, 6, dtype=torch.float64) for _ in range(2))
+        self.where, self.own = where, 0.0
         self.register_buffer("mean", torch.zeros((), dtype=torch.float64))
 
     def forward(self, x):
-        output = self.second(torch.tanh(self.first(x + self.number + self.mean)))
-        if self.where == "number":
-            self.number = float(output.detach().mean())
+        output = self.second(torch.tanh(self.first(x + self.own + self.mean)))
+        mean = output.detach().mean()
+        if self.where == "own":
+            self.own = float(mean)
+        elif self.where == "first.number":
+            self.first.number = float(mean)
         elif self.where == "mean":
-            self.mean = 0.5 * self.mean + 0.5 * output.detach().mean()
+            self.mean = 0.5 * self.mean + 0.5 * mean
+        elif self.where == "last":
+            self.last = mean
         return output
 
 
 class Carried(Regression):
-    where: str = "number"
+    where: str = "own"
 
     def build_model(self):
         return Carrying(self.where)
 
 
 @pytest.mark.parametrize("strategy", ["rpc_model", "pipeline"])
-@pytest.mark.parametrize("where", ["number", "mean"])
+@pytest.mark.parametrize("where", ["own", "first.number", "mean"])
 def test_state_between_blocks_that_one_rank_sets_and_another_uses_is_refused(where, strategy, tmp_path):
     with pytest.raises(WorkerFailed, match=f"separates the code that sets .*{where} from") as caught:
         train_case(tmp_path, Carried(where=where), strategy, 2, **STEPS)
     assert caught.value.exit_code == 2
+
+
+def test_state_between_blocks_that_nothing_uses_changes_nothing(tmp_path):
+    runs = [train_case(tmp_path, Carried(where="last"), *place, **STEPS) for place in ((), ("rpc_model", 2))]
+    assert largest_difference(*map(weights_of, runs)) < TO_ROUNDING
 
 
 class Looking(Regression):

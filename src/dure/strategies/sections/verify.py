@@ -178,12 +178,12 @@ class _Rehearsal:
         self._gradients: dict[str, Tensor] = {}
         self.hidden: str | None = None
         """Message about an output of the model whose gradients come back to no other rank."""
-        self._blocks = tuple(f"model.{name}." for name in find_blocks(model))
-        self._own_buffers = KeptBuffers(model, lambda name: not f"model.{name}".startswith(self._blocks))
+        blocks = tuple(f"{name}." for name in find_blocks(model))
+        self._own_buffers = KeptBuffers(model, lambda name: not name.startswith(blocks))
         self._own_values: list[dict[str, Tensor]] = []
         """Buffers outside the blocks as the model's own code leaves them on the rank of each section."""
         self._own_state: list[dict[str, Any]] = []
-        """Plain state outside the blocks that it changes there."""
+        """Plain state outside of that section's blocks that is changed there."""
 
     def whole(self) -> _Outcome:
         """Return the loss and the gradients of the whole model."""
@@ -218,7 +218,7 @@ class _Rehearsal:
                 if number:
                     at.put_back()
                 received = self._handed_on(self._run(number, args, kwargs, received))
-                self._note_own_code(state)
+                self._note_own_code(number, state)
                 at = GeneratorStates.now(self._device)
 
         def answer(*args: Any, **kwargs: Any) -> Any:
@@ -228,7 +228,7 @@ class _Rehearsal:
             is_called = True
             at.put_back()
             value = self._run(self._last, args, kwargs, received)
-            self._note_own_code(state)
+            self._note_own_code(self._last, state)
             return value
 
         state.put_back()
@@ -258,7 +258,7 @@ class _Rehearsal:
                 with self._only(number):  # other ranks have none of the contexts that the task enters around the call
                     received = self._handed_on(_in_new_thread(run) if number else run())
                 if not after_call:
-                    self._note_own_code(state)
+                    self._note_own_code(number, state)
             self._look_into(received)
             if own is not None:
                 own.put_back()  # changes of the task by blocks of other ranks, and their hooks, stay on those ranks
@@ -270,10 +270,11 @@ class _Rehearsal:
             raise TaskInvalid(changes_module(found[0]))
         return outcome
 
-    def _note_own_code(self, state: "_RankState") -> None:
+    def _note_own_code(self, section: int, state: "_RankState") -> None:
+        calls = self._plan.calls
+        blocks = tuple(f"model.{name}." for name in calls if self._plan.section_of_block(name) == section)
         found = state.changed().items()
-        own = {path: value for path, value in found if path.startswith("model.") and not path.startswith(self._blocks)}
-        self._own_state.append(own)
+        self._own_state.append({p: value for p, value in found if p.startswith("model.") and not p.startswith(blocks)})
         self._own_values.append({name: buffer.clone() for name, buffer in self._own_buffers.now().items()})
 
     def fault_of_own_code(self, where: str) -> str | None:
@@ -295,7 +296,10 @@ class _Rehearsal:
         return [name for name, value in whole.items() if not _is_same(value, kept[name])]
 
     def _differing_state(self) -> list[str]:
-        """Return plain state outside the blocks that sections change differently, if a next call depends on it."""
+        """Return plain state that sections change that do not have its block, or that only some change, if it matters.
+
+        It does if a next call on the same samples has another loss.
+        """
         first, *others = self._own_state
         paths = {path for other in others for path in first.keys() | other.keys() if first.get(path) != other.get(path)}
         if not paths:

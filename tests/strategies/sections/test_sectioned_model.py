@@ -16,6 +16,7 @@ from dure.errors import TaskInvalid
 from dure.strategies.contract.precision import Precision
 from dure.strategies.sections.plan import SectionPlan
 from dure.strategies.sections.sectioned_model import SectionedModel
+from dure.strategies.sections.stand_in import stand_in
 from dure.strategies.sections.trace import Survey, survey
 from dure.strategies.sections.values import describe
 from dure.strategies.sections.verify import rehearse
@@ -306,3 +307,11 @@ def test_loss_that_uses_more_than_the_output_is_found(loss, section, said):
     found = rehearsed(model, plan_of(seen, 1), seen, lambda model, batch: LOSSES[loss](model, *batch), section)
     assert found is None if said is None else re.search(said, found)
     assert all(parameter.grad is None and not parameter.isnan().any() for parameter in model.parameters())
+
+
+def test_slice_of_a_stand_in_is_a_model_of_the_same_blocks_and_no_stand_in():
+    model = nn.Sequential(nn.Linear(2, 3), nn.Tanh())
+    part = stand_in(model, lambda x: x)[:1]
+    assert type(part) is nn.Sequential
+    assert part[0] is model[0]
+    assert part(torch.ones(1, 2)).shape == (1, 3)

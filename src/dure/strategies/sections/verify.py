@@ -27,6 +27,7 @@ from dure.strategies.sections.sectioned_model import SectionedModel
 from dure.strategies.sections.stand_in import call_of, called_again, stand_in
 from dure.strategies.sections.trace import Survey, switched, tensors_of
 from dure.strategies.sections.values import describe
+from dure.strategies.state.checksum import checksum
 from dure.strategies.state.kept_buffers import KeptBuffers
 from dure.strategies.state.objects.object_state import ObjectState
 from dure.strategies.state.trial import Trial, is_equal
@@ -181,7 +182,7 @@ class _Rehearsal:
         blocks = tuple(f"{name}." for name in find_blocks(model))
         self._own_buffers = KeptBuffers(model, lambda name: not name.startswith(blocks))
         self._own_values: list[dict[str, Tensor]] = []
-        """Buffers outside the blocks as the model's own code leaves them on the rank of each section."""
+        """Saved buffers outside the blocks as the model's own code leaves them on the rank of each section."""
         self._own_state: list[dict[str, Any]] = []
         """Plain state outside of that section's blocks that is changed there."""
 
@@ -274,8 +275,11 @@ class _Rehearsal:
         calls = self._plan.calls
         blocks = tuple(f"model.{name}." for name in calls if self._plan.section_of_block(name) == section)
         found = state.changed().items()
-        self._own_state.append({p: value for p, value in found if p.startswith("model.") and not p.startswith(blocks)})
-        self._own_values.append({name: buffer.clone() for name, buffer in self._own_buffers.now().items()})
+        own = {path: value for path, value in found if path.startswith("model.") and not path.startswith(blocks)}
+        now, unsaved = self._own_buffers.now(), _unsaved_buffers(self._model)
+        changed = {name: now[name] for name in self._own_buffers.changed() if name in now}
+        self._own_state.append(own | {f"model.{n}": checksum([b]) for n, b in changed.items() if n in unsaved})
+        self._own_values.append({name: buffer.clone() for name, buffer in now.items() if name not in unsaved})
 
     def fault_of_own_code(self, where: str) -> str | None:
         """Return a sentence if state outside the blocks is set on another rank than the one that uses or keeps it."""
@@ -287,11 +291,14 @@ class _Rehearsal:
         )
 
     def _lost_buffers(self) -> list[str]:
-        """Return the buffers outside the blocks that the rank that keeps them does not change as the whole model."""
+        """Return the saved buffers outside the blocks that the rank that keeps them does not change as one process."""
+        if not any(self._own_values):
+            return []
         owners = self._plan.owners(self._model)
         with Trial(self._model, self._strategy.objects, seed=0, watches_writes=False):
             self.whole()
-            whole = {name: self._own_buffers.now()[name].clone() for name in self._own_buffers.changed()}
+            now, unsaved = self._own_buffers.now(), _unsaved_buffers(self._model)
+            whole = {n: now[n].clone() for n in self._own_buffers.changed() if n in now and n not in unsaved}
         kept = {name: self._own_values[owners.get(name, 0)].get(name) for name in whole}
         return [name for name, value in whole.items() if not _is_same(value, kept[name])]
 
@@ -398,6 +405,15 @@ class _Rehearsal:
         self._take_gradients()
         found, self._gradients = self._gradients, {}
         return _Outcome(float(root.detach()), found)
+
+
+def _unsaved_buffers(model: nn.Module) -> set[str]:
+    """Return the names of the buffers that no `state_dict` has."""
+    return {
+        f"{path}.{name}" if path else name
+        for path, module in model.named_modules()
+        for name in module._non_persistent_buffers_set
+    }
 
 
 def _in_new_thread(call: Callable[[], Any]) -> Any:

@@ -24,13 +24,12 @@ from dure.strategies.state.checksum import checksum
 from dure.strategies.state.data_tensors import KeptDataSets, tensors_of
 from dure.strategies.state.definitions import Definitions
 from dure.strategies.state.hooks import without_new_hooks
-from dure.strategies.state.kept_buffers import KeptBuffers
 from dure.strategies.state.kept_modules import KeptModules
 from dure.strategies.state.objects.object_state import ObjectState
 from dure.strategies.state.objects.surroundings import Surroundings
 from dure.strategies.state.optimizer import settings_of
 from dure.strategies.state.shared_storage import recomputed_weights
-from dure.strategies.state.trial import Writes
+from dure.strategies.state.trial import KeptBuffers, Writes
 from dure.training.best_metric import Best
 from dure.training.inspection.collectives import CollectiveCalled, no_collectives
 from dure.training.inspection.phases import positions_of

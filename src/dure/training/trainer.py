@@ -14,9 +14,9 @@ from dure.records.step_writer import RecordWriter
 from dure.strategies.contract.abilities import lost_shares
 from dure.strategies.contract.declarations import few as few_of
 from dure.strategies.contract.step_facts import LostShare, Requests
-from dure.strategies.state.kept_buffers import KeptBuffers
 from dure.strategies.state.objects.object_state import ObjectState
 from dure.strategies.state.shared_storage import recomputed_weights
+from dure.strategies.state.trial import KeptBuffers
 from dure.torchcompat import step_hook_registries
 from dure.training.best_metric import Best
 from dure.training.late_inspection import LateInspection

@@ -28,9 +28,8 @@ from dure.strategies.sections.stand_in import call_of, called_again, stand_in
 from dure.strategies.sections.trace import Survey, switched, tensors_of
 from dure.strategies.sections.values import describe
 from dure.strategies.state.checksum import checksum
-from dure.strategies.state.kept_buffers import KeptBuffers
 from dure.strategies.state.objects.object_state import ObjectState
-from dure.strategies.state.trial import Trial, is_equal
+from dure.strategies.state.trial import KeptBuffers, Trial, is_equal
 
 SETS_GRADIENTS = (
     "the task's loss sets gradients itself (by a backward pass of its own, say), which a model in sections has on "

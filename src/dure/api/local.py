@@ -2,11 +2,11 @@
 
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 
-from dure.api.ranks import Notes, Voices, failure_of, new_folder, run_ranks, status_of, threads_for
+from dure.api.ranks import Notes, Voices, failure_of, new_folder, records_missed, run_ranks, status_of, threads_for
 from dure.errors import DureError, EnvironmentLacks, Interrupted, Misuse
 from dure.failures.verdict import WorkerEnd, left_early
 from dure.launch.hangs.watchdog import HangPolicy
@@ -165,10 +165,11 @@ def finish(notes: Notes, spec: RunSpec, outcome: Outcome, *, is_own: bool = True
     summary = summarise(run, spec, status_of(error), None if error is None else str(error))
     is_refused = error is not None and error.exit_code in _REFUSED and (summary.steps == 0 or not _has_begun(run))
     if is_own and not is_refused:
-        if error is not None:
-            kind = events.Interrupted if isinstance(error, Interrupted) else events.Failed
-            run.append_event(kind(message=str(error)))
-        run.write_end(summary.to_json())
+        with nullcontext() if error is None else records_missed():  # the first cause is more than its record
+            if error is not None:
+                kind = events.Interrupted if isinstance(error, Interrupted) else events.Failed
+                run.append_event(kind(message=str(error)))
+            run.write_end(summary.to_json())
     if error is not None:
         raise error
     return summary

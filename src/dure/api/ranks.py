@@ -1,8 +1,8 @@
 """Ranks of a task or a script under our supervisor: their folder, their start, and the errors from their ends."""
 
 import os
-from collections.abc import Callable
-from contextlib import closing
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from datetime import datetime
 from pathlib import Path
@@ -95,6 +95,15 @@ def place_under(launched: Launched, store: StoreAddress | None, threads: int | N
     return Place(rank=rank, store=store, threads=threads, is_supervised=False, round=round_number)
 
 
+@contextmanager
+def records_missed() -> Iterator[None]:
+    """Print an error in writing records instead of raising it: the folder was removed, or the disk is full."""
+    try:
+        yield
+    except DureError as error:
+        print_status(str(error))
+
+
 @dataclass(frozen=True, kw_only=True)
 class Notes:
     """Notes on a run while its ranks run: in the terminal, and in its folder if this node leads."""
@@ -104,6 +113,8 @@ class Notes:
     max_restarts: int
     global_batch_size: int | None = None
     is_quiet: bool = False
+    needs_records: bool = True
+    """False if the run goes on without its records: a script has its own, and its end is what its user must see."""
 
     def print_status(self, text: str) -> None:
         """Print a message on the run, unless the user asked for quiet."""
@@ -142,8 +153,9 @@ class Notes:
     def _write(self, event: events.Event) -> None:
         """Record why there is another round, to which failures of the previous one are irrelevant."""
         if self.nodes.is_leader:
-            self.run.append_event(event)
-            self.run.forget_failures()
+            with nullcontext() if self.needs_records else records_missed():
+                self.run.append_event(event)
+                self.run.forget_failures()
 
 
 @dataclass(frozen=True, kw_only=True)

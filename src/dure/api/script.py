@@ -19,6 +19,7 @@ from dure.api.ranks import (
     new_folder,
     nodes_asked_for,
     place_under,
+    records_missed,
     run_ranks,
     status_of,
     threads_for,
@@ -122,7 +123,8 @@ def run_script(settings: ScriptSettings) -> None:
             if is_own:
                 run.write_script(_record(settings, nodes))
             began = time.time()
-            outcome = _start(settings, Notes(run=run, nodes=nodes, max_restarts=settings.max_restarts))
+            notes = Notes(run=run, nodes=nodes, max_restarts=settings.max_restarts, needs_records=False)
+            outcome = _start(settings, notes)
             _finish(run, outcome, time.time() - began, nodes.world_size, is_own=is_own)
 
 
@@ -298,12 +300,15 @@ def _finish(run: RunDir, outcome: Outcome, seconds: float, world_size: int, *, i
     error: DureError | None = failure_of(outcome, outcome.judge(run.path, is_script=True))
     if error is None and outcome.stopped_by is not None:
         error = Interrupted("stopped", stop_exit_code(outcome.stopped_by))
-    for end in outcome.ends:
-        if end.failure is not None:
-            run.write_json(failure_file(end.rank), failure_to_json(end.failure))
-    if is_own:
-        message = None if error is None else str(error)
-        summary = ScriptSummary(status=status_of(error), world_size=world_size, wall_seconds=seconds, message=message)
-        run.write_end(summary.to_json())
+    with records_missed():
+        if is_own:
+            message = None if error is None else str(error)
+            summary = ScriptSummary(
+                status=status_of(error), world_size=world_size, wall_seconds=seconds, message=message
+            )
+            run.write_end(summary.to_json())
+        for end in outcome.ends:
+            if end.failure is not None:
+                run.write_json(failure_file(end.rank), failure_to_json(end.failure))
     if error is not None:
         raise error

@@ -192,6 +192,21 @@ def test_script_when_it_fails_once_then_is_started_again(prewarmed, tmp_path):
     assert "restart 1 of 1" in run.err
 
 
+def test_script_when_its_run_folder_is_removed_then_it_goes_on_and_its_exit_code_counts(prewarmed, tmp_path):
+    (tmp_path / "again.py").write_text(
+        "import os, shutil, sys\n"
+        "if os.environ['TORCHELASTIC_RESTART_COUNT'] == '0' and os.environ['RANK'] == '1':\n"
+        "    shutil.rmtree('runs')\n"
+        "    raise ValueError('once')\n"
+        "sys.exit(5)\n"
+    )
+    run = forked(prewarmed, tmp_path, "--nproc", "2", "--max-restarts", "1", "--name", "one", "again.py")
+    assert run.code == 5, run.err
+    assert "dure: runs/one/events.jsonl cannot be written: No such file or directory" in run.err
+    assert "restart 1 of 1" in run.err
+    assert "ended with exit code 5\n  again.py:5 in <module>: sys.exit(5)" in run.err
+
+
 @pytest.mark.parametrize(
     ("words", "sentence"),
     [

@@ -17,6 +17,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed import distributed_c10d as c10d
 from torch.distributed import fsdp
 
 from dure import torchcompat
@@ -142,6 +143,26 @@ def test_give_gloo_when_a_group_of_python_overrides_a_call_then_gloo_makes_all_o
     assert gathered.tolist() == [1.0, 1.0]
     assert options.timeout.total_seconds() < 0  # nothing said
     assert torchcompat.group_timeout_seconds(group) == TIMEOUT.total_seconds()
+
+
+def test_served_store_when_a_group_follows_another_then_it_finds_nothing_of_it(
+    listener: socket.socket, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    host, port = listener.getsockname()
+    server = torchcompat.store_on_socket(listener, TIMEOUT)
+    for module, name in (
+        (sys.modules["torch.distributed.rendezvous"], "_create_c10d_store"),
+        (c10d, "_update_default_pg"),
+    ):
+        monkeypatch.setattr(module, name, getattr(module, name))  # to be restored
+    torchcompat.meet_at_served_store(host, port)
+    found = []
+    for _ in range(2):
+        dist.init_process_group("gloo", init_method=f"tcp://{host}:{port}", rank=0, world_size=1, timeout=TIMEOUT)
+        found.append(c10d._get_default_store().add("key", 1))
+        dist.destroy_process_group()
+    assert found == [1, 1]
+    assert server is not None
 
 
 def test_store_when_served_on_a_socket_then_it_answers_at_that_address_only(listener: socket.socket) -> None:

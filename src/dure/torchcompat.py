@@ -370,17 +370,32 @@ def meet_at_served_store(host: str, port: int) -> None:
     store at any other address either, and a script with its own address waits for it forever (2.14 compares with
     `MASTER_ADDR`, which such scripts set). With `1`, torch's Python code serves and its C++ code accepts that the port
     is taken, but logs a line, which this prevents.
+
+    The store outlives a group that a script destroys. Its next group has keys of its own there: in those of the last
+    one, a fast rank would find the closed address of a slow one, as under torchrun.
     """
     rendezvous: Any = importlib.import_module("torch.distributed.rendezvous")  # a function has the same name
-    create = rendezvous._create_c10d_store
+    groups: Any = dist.distributed_c10d
+    create, set_default = rendezvous._create_c10d_store, groups._update_default_pg
+    num_formed, is_served = 0, False
 
     def connect_or_create(
         hostname: str, its_port: int, rank: int, world_size: int, timeout: timedelta, *more: Any
     ) -> Any:
-        if (hostname, its_port) != (host, port):
+        nonlocal is_served
+        is_served = (hostname, its_port) == (host, port)
+        if not is_served:
             return create(hostname, its_port, rank, world_size, timeout, *more)
-        return dist.TCPStore(hostname, its_port, world_size, is_master=False, timeout=timeout)
+        store = dist.TCPStore(hostname, its_port, world_size, is_master=False, timeout=timeout)
+        return dist.PrefixStore(f"group_{num_formed}", store) if num_formed else store
 
+    def count_and_set_default(group: Any) -> None:
+        nonlocal num_formed, is_served
+        num_formed += is_served and group is not None
+        is_served = False
+        set_default(group)
+
+    groups._update_default_pg = count_and_set_default
     rendezvous._create_c10d_store = connect_or_create
 
 

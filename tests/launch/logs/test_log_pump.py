@@ -263,6 +263,19 @@ def test_pump_when_its_group_is_signalled_while_it_starts_then_all_is_shown(tmp_
     assert capfd.readouterr().err == "last words\n"
 
 
+def test_pump_when_it_is_killed_then_another_shows_what_is_said_later(tmp_path, capfd):
+    with closing(shown_in_order(tmp_path)) as logs:
+        for text in ("one\n", "two\n"):
+            os.write(logs.descriptors_of(0)[0], text.encode())
+            logs.catch_up()
+            assert capfd.readouterr().err == text
+            logs._pumps[0]._process.kill()
+            logs._pumps[0]._process.wait()
+        os.write(logs.descriptors_of(0)[0], b"last words\n")
+    assert capfd.readouterr().err == "last words\n"
+    assert (tmp_path / "rank0.log").read_text() == "one\ntwo\nlast words\n"
+
+
 def test_pump_when_nothing_was_said_then_it_is_not_started(tmp_path):
     with closing(shown_in_order(tmp_path)) as logs:
         logs.go_on()

@@ -152,15 +152,15 @@ class RankLogs:
 class _Pump:
     """Pipes of some ranks, and the process that reads them.
 
-    The process is usually started at the first output: most ranks have none, and their start need not wait for it.
+    The process is usually started at the first output: most ranks have none, and their start need not wait for it. If
+    it is killed, the next output starts another.
     """
 
     def __init__(self, voices: Sequence[Voice]) -> None:
         pipes = [_pipes(is_one=voice.consoles[0] == voice.consoles[1]) for voice in voices]
         self.descriptors = tuple((out[1], err[1]) for out, err in pipes)
         """Descriptors for each rank's stdout and stderr."""
-        self.waiting_for = sorted({end for out, err in pipes for end in (out[0], err[0])})
-        """Read ends of the pipes; empty once the process is started."""
+        self._reading = sorted({end for out, err in pipes for end in (out[0], err[0])})
         self._voices = [
             {
                 "log": str(voice.log),
@@ -179,23 +179,29 @@ class _Pump:
         for voice in voices:
             touch(voice.log)
 
+    @property
+    def waiting_for(self) -> list[int]:
+        """Read ends of the pipes if no process reads them."""
+        return [] if self._process is not None and self._process.poll() is None else self._reading
+
     def start_if_needed(self) -> None:
         poll = select.poll()
-        for descriptor in self.waiting_for:
+        waiting_for = self.waiting_for
+        for descriptor in waiting_for:
             poll.register(descriptor, select.POLLIN)
-        if self.waiting_for and poll.poll(0):
+        if waiting_for and poll.poll(0):
             self.start()
 
     def start(self) -> None:
+        if self._questions is not None:  # those of a process that was killed
+            self._questions.close()
         self._questions, theirs = socket.socketpair()
         arguments = {"supervisor": theirs.fileno(), "voices": self._voices}
         # nothing of dure or of its environment is needed, and the start takes half of the time without
         command = [sys.executable, "-I", "-S", log_pump.__file__, json.dumps(arguments)]
-        inherited = [*self.waiting_for, theirs.fileno(), *self._consoles]
+        inherited = [*self._reading, theirs.fileno(), *self._consoles]
         with theirs, signals_held_back():
             self._process = subprocess.Popen(command, pass_fds=inherited, stdin=subprocess.DEVNULL)
-        _close(self.waiting_for)
-        self.waiting_for = []
 
     def ask(self) -> None:
         """Request a reply when all is shown."""
@@ -221,7 +227,7 @@ class _Pump:
     def leave(self) -> None:
         if self._questions is not None:
             self._questions.close()
-        _close({*self.waiting_for, *(end for both in self.descriptors for end in both)})
+        _close({*self._reading, *(end for both in self.descriptors for end in both)})
 
     def let_go(self) -> None:
         """Let the process end once it has shown all.
@@ -231,10 +237,11 @@ class _Pump:
         writing = {end for both in self.descriptors for end in both}
         _close(writing)
         poll = select.poll()
-        for descriptor in self.waiting_for:
+        waiting_for = self.waiting_for
+        for descriptor in waiting_for:
             poll.register(descriptor, select.POLLIN)
         events = dict(poll.poll(0))
-        if any(events.get(descriptor) != select.POLLHUP for descriptor in self.waiting_for):  # else all have ended
+        if any(events.get(descriptor) != select.POLLHUP for descriptor in waiting_for):  # else all have ended
             self.start()
         self.descriptors = ()
         self.leave()

@@ -124,7 +124,8 @@ def print_message(text: str) -> None:
 
 def print_traceback(text: str) -> None:
     """Write a traceback, which may contain messages of a task's exceptions, to stderr."""
-    print(printable(text).rstrip("\n"), file=sys.stderr, flush=True)
+    with suppress(ValueError):  # the script has closed it
+        print(printable(text).rstrip("\n"), file=sys.stderr or sys.__stderr__, flush=True)
 
 
 def print_text(text: str) -> None:

@@ -150,6 +150,18 @@ def test_script_when_all_leave_by_sys_exit_in_order_then_nothing_is_said(prewarm
     assert (run.code, run.out, run.err) == (0, "", "")
 
 
+@pytest.mark.parametrize("how", ["sys.stderr = None", "sys.stderr.close()"])
+@pytest.mark.parametrize(
+    ("end", "said"),
+    [("raise ValueError('why')", "failed: ValueError: why"), ("sys.exit('why')", "ended with exit code 1: why")],
+)
+def test_script_when_it_has_no_stderr_then_its_failure_is_named(how, end, said, prewarmed, tmp_path):
+    (tmp_path / "silent.py").write_text(f"import sys\n{how}\n{end}\n")
+    run = forked(prewarmed, tmp_path, "silent.py")
+    assert run.code == 1
+    assert f"dure: the script {said}\n  silent.py:3 in <module>: {end}" in run.err
+
+
 @pytest.mark.parametrize("nproc", [1, 2])
 def test_script_when_it_is_no_python_then_its_line_is_named(nproc, prewarmed, tmp_path):
     (tmp_path / "syn.py").write_text("x = (\n")

@@ -9,6 +9,7 @@ import signal
 import sys
 import threading
 import traceback
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -238,7 +239,8 @@ def _fail(error: BaseException, place: Place, step: int, *, may_be_signal: bool)
         sys.__excepthook__(type(fault), fault, fault.__traceback__)
         print_traceback("\nOriginal exception was:")
         sys.__excepthook__(type(error), error, error.__traceback__)
-    sys.stderr.flush()
+    with suppress(Exception):  # the script has closed or removed it
+        sys.stderr.flush()
     collective = _collective()
 
     def describe(ask_driver: "AskDriver | None") -> "FailureRecord":

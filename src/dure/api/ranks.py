@@ -1,5 +1,6 @@
 """Ranks of a task or a script under our supervisor: their folder, their start, and the errors from their ends."""
 
+import errno
 import os
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager, nullcontext
@@ -18,6 +19,7 @@ from dure.launch.nodes.peers import Nodes
 from dure.launch.nodes.rendezvous import NodeSettings, node_settings
 from dure.launch.rounds.outcome import Outcome
 from dure.launch.rounds.request import Launch
+from dure.launch.rounds.start_rank import cannot_start
 from dure.launch.rounds.supervisor import run_workers
 from dure.launch.worker.child import Output
 from dure.process.context import Place, StoreAddress
@@ -170,6 +172,17 @@ class Voices:
     """True if the process that shows the output is started before there is any."""
 
 
+@contextmanager
+def _limits_as_sentences() -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in (errno.EMFILE, errno.EAGAIN):
+            raise
+        raise cannot_start("the ranks", error) from error
+
+
+@_limits_as_sentences()
 def run_ranks(launch: Launch, notes: Notes, voices: Voices | None) -> Outcome:
     """Start a run's ranks of this host, and return when those of all hosts have ended.
 
@@ -177,6 +190,9 @@ def run_ranks(launch: Launch, notes: Notes, voices: Voices | None) -> Outcome:
         launch: Description of the start.
         notes: Notes on the run.
         voices: Destinations of the output; None for a single rank that keeps the terminal.
+
+    Raises:
+        EnvironmentLacks: A limit on open files or processes is reached.
     """
     notes.run.forget_failures()
     if crowded := crowding(launch.nodes.me.num_ranks):

@@ -278,3 +278,18 @@ def test_environment_then_has_every_variable_of_torchrun(monkeypatch):
         "TORCHELASTIC_USE_AGENT_STORE": "1", "TORCH_NCCL_ASYNC_ERROR_HANDLING": "1", "OMP_NUM_THREADS": "3",
         "GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo", "TP_SOCKET_IFNAME": "lo",
     }  # fmt: skip
+
+
+def test_ranks_when_they_need_more_files_than_may_be_open_then_one_sentence_says_so(prewarmed, tmp_path):
+    (tmp_path / "limited.py").write_text(
+        "import resource, sys\n"
+        "from dure.cli.app import main\n"
+        "resource.setrlimit(resource.RLIMIT_NOFILE, (24, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))\n"
+        "sys.exit(main(['run', '--nproc', '8', 'limited.py']))\n"
+    )
+    run = prewarmed.run(tmp_path, script=tmp_path / "limited.py")
+    assert run.code == 3
+    assert run.err.splitlines()[-1] == (
+        "dure: the ranks could not be started: Too many open files; use a smaller --nproc, or raise the limit on open "
+        "files (ulimit -n)"
+    )

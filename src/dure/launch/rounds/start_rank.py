@@ -1,5 +1,6 @@
 """Start of a worker process, by fork or by spawn."""
 
+import errno
 import importlib
 import json
 import os
@@ -61,10 +62,7 @@ def start_worker(
         os.close(report_fd)
         os.close(stacks_fd)
         questions.close()
-        raise EnvironmentLacks(
-            f"rank {rank} of {launch.nodes.world_size} could not be started: {error.strerror}; use a smaller --nproc, "
-            "or raise the limit on processes (ulimit -u)"
-        ) from error
+        raise cannot_start(f"rank {rank} of {launch.nodes.world_size}", error) from error
     finally:
         answers.close()
     return Worker(
@@ -78,6 +76,14 @@ def start_worker(
         is_expendable=rank in launch.expendable,
         keeps_terminal=output.is_terminal,
         has_begun=lambda: memory.heartbeats.last(rank).step >= 0,
+    )
+
+
+def cannot_start(what: str, error: OSError) -> EnvironmentLacks:
+    """Return the error for a limit of the system that was reached."""
+    limit = "open files (ulimit -n)" if error.errno == errno.EMFILE else "processes (ulimit -u)"
+    return EnvironmentLacks(
+        f"{what} could not be started: {error.strerror}; use a smaller --nproc, or raise the limit on {limit}"
     )
 
 

@@ -108,18 +108,9 @@ def replace_what_no_terminal_has() -> None:
 
 
 def print_status(text: str) -> None:
-    """Write a message about a run in progress to stderr, if stderr still has a reader."""
+    """Write a message to stderr, if stderr still has a reader: the terminal may be closed."""
     with suppress(OSError):
-        print_message(text)
-
-
-def print_message(text: str) -> None:
-    """Write a message to stderr.
-
-    Raises:
-        OSError: The stream has no reader.
-    """
-    print(message(text), file=sys.stderr, flush=True)
+        print(message(text), file=sys.stderr, flush=True)
 
 
 def print_traceback(text: str) -> None:

@@ -1,7 +1,9 @@
 """`dure` as it is typed: verbs, flags, what is refused, and what reaches the library."""
 
+import errno
 import importlib
 import inspect
+import io
 import json
 import os
 import shlex
@@ -450,3 +452,12 @@ def test_help_of_everything_then_has_every_flag(monkeypatch, capsys):
     names = [*setting_names(), *option_names(STRATEGIES)]
     assert [flag_name(name) for name in names if flag_name(name) not in out] == []
     assert "Old names" not in out
+
+
+def test_error_when_the_terminal_is_gone_then_the_exit_code_is_the_same(monkeypatch, tmp_path):
+    class Gone(io.StringIO):
+        def write(self, text: str) -> int:
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    monkeypatch.setattr(sys, "stderr", Gone())
+    assert main(["runs", "--runs-dir", str(tmp_path / "none"), "--nope"]) == 2

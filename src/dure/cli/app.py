@@ -33,7 +33,7 @@ from dure.process.stop_signals import (
     handled_signals,
     stop_exit_code,
 )
-from dure.terminal import print_message, replace_what_no_terminal_has
+from dure.terminal import print_status, replace_what_no_terminal_has
 
 
 class Verb(NamedTuple):
@@ -88,12 +88,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         sys.stdout.flush()
     except DureError as error:
         if is_reporter() or (isinstance(error, WorkerFailed) and error.exit_code == FAILED):
-            print_message(_sentence(error))
+            print_status(_sentence(error))
         else:
             time.sleep(REPORTER_SECONDS)
         return error.exit_code
     except KeyboardInterrupt as stop:
-        print_message("stopped")
+        print_status("stopped")
         return stop_exit_code(stop.number if isinstance(stop, Terminated) else signal.SIGINT)
     except BrokenPipeError:
         # the reader of our output has gone (`dure runs | head`); prevent a message from the interpreter's own flush
@@ -102,7 +102,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if error.errno != errno.ENOSPC or not _is_stdout_full():
             raise
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # the interpreter flushes again
-        print_message(f"the result cannot be written to stdout ({error.strerror}): send it elsewhere")
+        print_status(f"the result cannot be written to stdout ({error.strerror}): send it elsewhere")
         return Misuse.exit_code
     return DONE
 

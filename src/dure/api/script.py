@@ -247,7 +247,8 @@ def _check(settings: ScriptSettings) -> tuple[int, NodeSettings | None]:
         if not is_there:
             faults.append(f"there is no module {settings.script}: give the name that `python -m` takes")
     elif not script.is_file() and not (script / "__main__.py").is_file():
-        what = "is a folder without a __main__.py" if script.is_dir() else "does not exist"
+        what = "is neither a file nor a folder" if script.exists() else "does not exist"
+        what = "is a folder without a __main__.py" if script.is_dir() else what
         cure = "give the path of a Python script, or a module with -m"
         if Path(settings.script.rpartition(":")[0]).is_file():
             what, cure = "is a task", f"train it with `dure train {shell_word(script)}`"

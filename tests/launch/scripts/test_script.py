@@ -225,6 +225,7 @@ def test_script_when_its_run_folder_is_removed_then_it_goes_on_and_its_exit_code
         ([], "no script is given: write `dure run --nproc 2 train.py ARGUMENTS`"),
         (["nope.py"], "nope.py does not exist: give the path of a Python script, or a module with -m"),
         (["."], ". is a folder without a __main__.py: give the path"),
+        (["/dev/null"], "/dev/null is neither a file nor a folder: give the path of a Python script"),
         (["-m", "no.such.module"], "there is no module no.such.module: give the name that `python -m` takes"),
         (["--nnodes", "1:4", "script.py"], "nnodes is 1:4, but a script needs all its hosts"),
         (["--nproc", "0", "script.py"], "nproc is '0' but must be a whole number above 0, auto, gpu or cpu"),

@@ -229,3 +229,39 @@ def test_task_when_it_may_differ_then_that_is_declared(task: type[ZooTask], said
     run = train_case(tmp_path, task(), "ddp", 2, **settings)
     declared = json.loads((run / "summary.json").read_text())["not_preserved"]
     assert [text for text in declared if said in text and "evaluation" not in text]
+
+
+class RareGap(ZooTask):
+    """Leaves one of many samples out of its batch."""
+
+    NUM_SAMPLES, GAP = 3000, 1307
+
+    def __init__(self, *, gives_count: bool = False) -> None:
+        super().__init__()
+        self.gives_count = gives_count
+
+    def train_data(self) -> Any:
+        x = torch.randn(self.NUM_SAMPLES, 6, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+        return [None if index == self.GAP else row for index, row in enumerate(x)]
+
+    def eval_data(self) -> Any:
+        return None
+
+    def collate(self, samples: Any) -> Any:
+        return torch.stack([sample for sample in samples if sample is not None])
+
+    def build_model(self) -> nn.Module:
+        return nn.Linear(6, 1).double()
+
+    def loss(self, model: nn.Module, batch: Any) -> Any:
+        losses = (model(batch) - batch.sum(1, keepdim=True)).square()
+        return dure.Sum(losses.sum(), len(batch)) if self.gives_count else losses.mean()
+
+
+@pytest.mark.parametrize("gives_count", [False, True], ids=["mean", "sum and count"])
+def test_sample_when_collate_leaves_it_out_is_declared_unless_the_loss_counts(gives_count, tmp_path):
+    task = RareGap(gives_count=gives_count)
+    run = train_case(tmp_path, task, "ddp", 2, samples=3000, global_batch_size=100, microbatch_size=50)
+    said = json.loads((run / "summary.json").read_text())["not_preserved"]
+    assert [text for text in said if "a batch of 50 samples had 49 rows" in text] == ([] if gives_count else said)
+    assert bool(said) is not gives_count

@@ -66,6 +66,8 @@ class LateInspection:
         self._num_calls += 1
         if self._is_due(is_last=is_last) and self._is_comparable() and (figures := self._difference()):
             traits = replace(traits, not_additive=f"{figures} (after {step} steps)")
+        if traits.not_additive is None and (difference := strategy.rows.difference):
+            traits = replace(traits, not_additive=difference)
         strategy.traits = traits
         texts += strategy.not_preserved()
         # another rank may have another part of the model, or have used other samples

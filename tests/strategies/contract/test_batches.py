@@ -10,7 +10,7 @@ from torch.nn.utils.rnn import pack_sequence
 
 from dure.errors import TaskInvalid
 from dure.strategies.contract.batch_layout import layout_of
-from dure.strategies.contract.batches import map_tensors, split_batch, to_device
+from dure.strategies.contract.batches import Microbatch, RowWatch, map_tensors, split_batch, to_device
 from dure.strategies.data_parallel.balanced_dp import BalancedDataParallel, UnevenParts
 from tests.specs import spec_of
 
@@ -215,3 +215,18 @@ def test_no_device_gets_more_than_its_microbatch(microbatch_size, first, devices
     parts = UnevenParts(spec_of("balanced_dp"), 1)
     parts.fractions = strategy._fractions(first)
     assert max(parts.divided(parts.process_size(microbatch_size))) <= microbatch_size
+
+
+@pytest.mark.parametrize(
+    ("rows", "difference"),
+    [
+        ([4, 4, 3, 4], "a batch of 4 samples had 3 rows"),
+        ([4, 4, 4], None),
+        ([9, 4, 7], None),  # rows of another kind, such as words
+    ],
+)
+def test_rows_when_one_batch_has_others_than_most_are_told(rows, difference):
+    watch = RowWatch()
+    for number in rows:
+        watch.see(Microbatch({"x": torch.ones(number, 2), "scale": torch.tensor(1.0)}, 4))
+    assert watch.difference == difference

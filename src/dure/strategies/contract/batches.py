@@ -10,7 +10,16 @@ from torch import Tensor, nn
 
 from dure.errors import TaskInvalid
 from dure.strategies.contract.batch_layout import Layout, Role, has_rows, role_by_size
-from dure.strategies.state.containers import Path, is_sequence, items_of, map_leaves, path_text, rebuilt, resized
+from dure.strategies.state.containers import (
+    Path,
+    is_sequence,
+    items_of,
+    map_leaves,
+    path_text,
+    rebuilt,
+    resized,
+    tensors_in,
+)
 
 
 class Microbatch(NamedTuple):
@@ -23,6 +32,29 @@ class Microbatch(NamedTuple):
     """True on a rank with an empty share. The batch is then computed with weight zero, so that every rank takes part in
     the collectives.
     """
+
+
+class RowWatch:
+    """Watch over batches of one row per sample, of which some may have fewer: `collate` may leave bad samples out."""
+
+    def __init__(self) -> None:
+        self._num_alike = 0
+        self._other: str | None = None
+        self._num_others = 0
+
+    def see(self, microbatch: Microbatch) -> None:
+        """Compare the rows of a batch with its samples."""
+        rows = {len(tensor) for tensor in tensors_in(microbatch.batch) if has_rows(tensor)}
+        if rows == {microbatch.num_samples}:
+            self._num_alike += 1
+        elif len(rows) == 1 and not microbatch.is_padding:
+            self._num_others += 1
+            self._other = self._other or f"a batch of {microbatch.num_samples} samples had {rows.pop()} rows"
+
+    @property
+    def difference(self) -> str | None:
+        """Figures of a batch that had other rows than most; None if there was none."""
+        return self._other if self._num_alike > self._num_others else None
 
 
 def map_tensors(value: Any, change: Callable[[Tensor], Any]) -> Any:

@@ -15,7 +15,7 @@ from dure import torchcompat
 from dure.errors import SpecInvalid, TaskInvalid
 from dure.records.sums import Sum
 from dure.strategies.contract.batch_parts import BatchParts, DataShare
-from dure.strategies.contract.batches import Microbatch
+from dure.strategies.contract.batches import Microbatch, RowWatch
 from dure.strategies.contract.context import StrategyContext
 from dure.strategies.contract.declarations import (
     BatchDivision,
@@ -113,6 +113,8 @@ class Strategy(ABC):
         """Findings in the optimiser's first steps."""
         self.drawing = DrawWatch(self.devices)
         """Watch over the random number generators."""
+        self.rows = RowWatch()
+        """Watch over the batches of which a mean is taken."""
         self.traits: LossTraits = NOTHING_SEEN
         """Traits of the task's loss, as far as they were found before `prepare`."""
 
@@ -354,6 +356,7 @@ class Strategy(ABC):
             term = LossTerm(total * weight, total, 1.0, count)
         else:
             result = checked_loss(result)
+            self.rows.see(microbatch)
             num_samples = microbatch.num_samples
             weight = num_samples * self.gradient_divisor / global_samples
             term = LossTerm(result if weight == 1 else result * weight, result, num_samples, num_samples)

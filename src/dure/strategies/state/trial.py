@@ -1,8 +1,8 @@
 """Trial: runs code of the model or the task in order to observe it, and undoes all effects."""
 
 import itertools
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from types import TracebackType
 from typing import Any
 
@@ -92,7 +92,7 @@ class Trial:
             grad.clone() if grad is not None and self._keeps_gradients else None for *_, grad in self._parameters
         ]
         self._training = [(module, module.training) for module in model.modules()]
-        self._plain = ObjectState({**self._objects, "model": model}, sees_data=True)
+        self._plain = _state_of({**self._objects, "model": model})
         self._large = {path: tensor.detach() for path, tensor in {**self._plain.large, **self._of_data()}.items()}
         self._data_sets = KeptDataSets(self._plain.first.values())
         self._surroundings = Surroundings()
@@ -161,6 +161,30 @@ class Trial:
             self._large[path].copy_(before)
         self.left = [path for path in self._plain.put_back(keeps_derived=self._keeps_caches) if path not in restored]
         self.left += self._surroundings.put_back()  # after the state, which may include open files
+
+
+_shared: list[ObjectState] | None = None
+"""State that trials in `sharing_state` share, as soon as there is one; None outside of it."""
+
+
+@contextmanager
+def sharing_state() -> Iterator[None]:
+    """Let trials of the same objects share one record of their state while it is true: to walk over all takes long."""
+    global _shared
+    outer, _shared = _shared, []
+    try:
+        yield
+    finally:
+        _shared = outer
+
+
+def _state_of(roots: Mapping[str, object]) -> ObjectState:
+    if _shared and _shared[0].is_state_of(roots):
+        return _shared[0]
+    state = ObjectState(roots, sees_data=True)
+    if _shared is not None:
+        _shared[:] = [state]
+    return state
 
 
 def is_equal(one: Tensor, other: Tensor) -> bool:

@@ -20,7 +20,7 @@ from dure.strategies.contract.loss_traits import LossTraits
 from dure.strategies.state.hooks import gradient_hooks
 from dure.strategies.state.objects.object_state import ObjectState
 from dure.strategies.state.shared_storage import recomputed_weights
-from dure.strategies.state.trial import Trial, is_equal
+from dure.strategies.state.trial import Trial, is_equal, sharing_state
 from dure.training.inspection.additivity import WIDE_SAMPLES, Additivity
 from dure.training.inspection.call_watches import FedState, StateOfModules
 from dure.training.inspection.collectives import CollectiveCalled, no_collectives
@@ -216,7 +216,7 @@ class LossInspection:
     def late_difference(self, begin: int, num_samples: int) -> tuple[str | None, int]:
         """Compare the losses of samples with those of their parts during the run, as `Additivity.late_difference`."""
         try:
-            with self._without_collectives():
+            with self._without_collectives(), sharing_state():
                 return self._additivity.late_difference(begin, num_samples)
         except CollectiveCalled:
             return None, num_samples  # the other ranks make that call in their steps

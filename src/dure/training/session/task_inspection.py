@@ -17,7 +17,7 @@ from dure.strategies.state.objects.generator_state import GENERATORS, generator_
 from dure.strategies.state.objects.namespaces import ATOMS
 from dure.strategies.state.objects.object_state import ObjectState
 from dure.strategies.state.optimizer import difference_of_settings, plain_settings
-from dure.strategies.state.trial import Trial, is_equal
+from dure.strategies.state.trial import Trial, is_equal, sharing_state
 from dure.training.inspection.additivity import Additivity
 from dure.training.inspection.collectives import CollectiveCalled, no_collectives
 from dure.training.inspection.first_loss import FirstLoss, difference_of_ranks, difference_of_worlds
@@ -125,7 +125,8 @@ def _fits(strategy: Strategy, model: nn.Module) -> bool:
 def _on_device(strategy: Strategy, model: nn.Module) -> Iterator[None]:
     model.to(strategy.device)
     try:
-        yield
+        with sharing_state():
+            yield
     finally:
         model.to("cpu")
 

@@ -131,6 +131,7 @@ class ObjectState:
         trained = [root for root in roots.values() if isinstance(root, nn.Module)]
         self._unsaved: set[int] = set()
         self._trained = {id(t) for root in trained for t in (*root.parameters(), *root.buffers())}
+        self._by_name = dict(roots)
         self._roots = {id(root) for root in roots.values()}
         self._own_parts = self._roots | {id(module) for root in trained for module in root.modules()}
         self._classes = {id(root.owner) for root in roots.values() if isinstance(root, Namespace)}
@@ -138,6 +139,13 @@ class ObjectState:
         for name, root in sorted(roots.items(), key=lambda item: not isinstance(item[1], nn.Module | Optimizer)):
             self._holder = "", name
             self._walk(name, root)
+
+    def is_state_of(self, roots: Mapping[str, object]) -> bool:
+        """Return whether these are the objects, and nothing of them has changed."""
+        is_same = roots.keys() == self._by_name.keys() and all(
+            roots[name] is each for name, each in self._by_name.items()
+        )
+        return is_same and not any(place.has_changed() for place in self._places)
 
     def changed(self) -> dict[str, Any]:
         """Return changed state by its path, without random number generators.

@@ -109,7 +109,8 @@ def _run(feature: Feature, strategy: str, way: str, folder: Path) -> Path:
         "device": "cpu",
         "threads": 1,
         "eval_every_epochs": 1e6,
-        "checkpoint": {"background": False},
+        # only where a run ends: before each checkpoint, a rank inspects the loss again
+        "checkpoint": {"background": False, "every_samples": 10**9},
         "snapshot_every": 1,
         "max_restarts": 0,
         **STEPS,

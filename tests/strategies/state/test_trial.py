@@ -1,6 +1,7 @@
 """A trial leaves no trace, and tells what it has changed."""
 
 import copy
+import itertools
 import types
 
 import numpy as np
@@ -9,7 +10,7 @@ import torch
 from torch import nn
 
 from dure.strategies.state.objects.object_state import ObjectState
-from dure.strategies.state.trial import KeptBuffers, Trial, is_equal
+from dure.strategies.state.trial import KeptBuffers, Trial, is_equal, sharing_state
 
 
 def test_nested_tensors_are_equal_if_their_rows_are():
@@ -240,3 +241,22 @@ def test_buffers_that_are_not_selected_stay_as_they_are():
     kept.put_back()
     assert model.count == 0
     assert model[1].running_mean.tolist() == [1, 1]
+
+
+def test_trials_when_they_share_their_state_then_each_begins_with_what_is_true():
+    model, task = model_of_all_kinds(), types.SimpleNamespace(seen=[], calls=0)
+    with sharing_state():
+        states = []
+        for change in (lambda: task.seen.append(1), lambda: setattr(task, "calls", 5), lambda: None):
+            with Trial(model, {"task": task}) as first:
+                task.seen.append("inside")
+            states.append(first._plain)
+            change()
+            with Trial(model, {"task": task}) as again:
+                task.seen, task.calls = [], -1
+            states.append(again._plain)
+    assert (task.seen, task.calls) == ([1], 5)
+    assert [one is other for one, other in itertools.pairwise(states)] == [False, True, False, True, True]
+    with Trial(model, {"task": task}) as apart:
+        pass
+    assert apart._plain is not states[-1]

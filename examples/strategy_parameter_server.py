@@ -29,7 +29,7 @@ if __name__ == "__main__":
     for pace, chosen in (("in step", {}), ("own pace", {"sync": False}), ("bounded", {"sync": False, "staleness": 3})):
         options = {"servers": 1, **chosen}
         summary = dure.train(
-            Uneven(), strategy="parameter_server", parameter_server=options, nproc=2, epochs=8, device="cpu", quiet=True
+            Uneven(), strategy="parameter_server", parameter_server=options, nproc=2, epochs=4, device="cpu", quiet=True
         )
         steps = [json.loads(line) for line in Path(summary.run, "rank0.jsonl").read_text().splitlines()]
         waited = sum(step["sync_seconds"] + step["optimizer_seconds"] for step in steps)

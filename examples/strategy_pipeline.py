@@ -33,7 +33,7 @@ if __name__ == "__main__":
         (4, {"schedule": "interleaved"}),
     ):
         summary = dure.train(
-            UntiedGPT(layers=6), strategy="pipeline", pipeline=layout, microbatch_size=size, **settings
+            UntiedGPT(layers=4, width=48), strategy="pipeline", pipeline=layout, microbatch_size=size, **settings
         )
         steps = [json.loads(line) for line in Path(summary.run, "rank1.jsonl").read_text().splitlines()]
         idle = median(step["measured"]["bubble_fraction"] for step in steps)

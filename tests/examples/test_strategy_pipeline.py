@@ -14,6 +14,6 @@ def test_pipeline_script_gives_one_loss_in_every_layout_and_more_bytes_when_inte
     assert len(losses) == 4
     assert len(set(losses)) == 1
     sent = [int(number.replace(",", "")) for number in re.findall(r"([\d,]+) bytes", out)]
-    activations = 16 * 64 * 96 * 4  # samples, characters, width: over one cut forward, or back
+    activations = 16 * 64 * 48 * 4  # samples, characters, width: over one cut forward, or back
     assert sent == [activations, activations, activations, 3 * activations]
     assert all(0 <= int(percent) < 100 for percent in re.findall(r"(\d+)% idle", out))

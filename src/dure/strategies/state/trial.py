@@ -92,7 +92,7 @@ class Trial:
             grad.clone() if grad is not None and self._keeps_gradients else None for *_, grad in self._parameters
         ]
         self._training = [(module, module.training) for module in model.modules()]
-        self._plain = _state_of({**self._objects, "model": model})
+        self._plain = state_of({**self._objects, "model": model}, sees_data=True)
         self._large = {path: tensor.detach() for path, tensor in {**self._plain.large, **self._of_data()}.items()}
         self._data_sets = KeptDataSets(self._plain.first.values())
         self._surroundings = Surroundings()
@@ -163,27 +163,31 @@ class Trial:
         self.left += self._surroundings.put_back()  # after the state, which may include open files
 
 
-_shared: list[ObjectState] | None = None
-"""State that trials in `sharing_state` share, as soon as there is one; None outside of it."""
+_shared: dict[bool, ObjectState] | None = None
+"""Last state in `sharing_state`, by whether it sees data; None outside of it."""
 
 
 @contextmanager
 def sharing_state() -> Iterator[None]:
-    """Let trials of the same objects share one record of their state while it is true: to walk over all takes long."""
+    """Let trials and watches of the same objects share one record of their state while it is true.
+
+    To walk over all objects takes longer than to see that none has changed.
+    """
     global _shared
-    outer, _shared = _shared, []
+    outer, _shared = _shared, {}
     try:
         yield
     finally:
         _shared = outer
 
 
-def _state_of(roots: Mapping[str, object]) -> ObjectState:
-    if _shared and _shared[0].is_state_of(roots):
-        return _shared[0]
-    state = ObjectState(roots, sees_data=True)
+def state_of(roots: Mapping[str, object], *, sees_data: bool) -> ObjectState:
+    """Return the state of some objects, the last one in `sharing_state` if it is still true."""
+    if _shared and (last := _shared.get(sees_data)) is not None and last.is_state_of(roots):
+        return last
+    state = ObjectState(roots, sees_data=sees_data)
     if _shared is not None:
-        _shared[:] = [state]
+        _shared[sees_data] = state
     return state
 
 

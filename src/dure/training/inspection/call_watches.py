@@ -11,7 +11,7 @@ from dure.data.randomness import GeneratorStates
 from dure.strategies.state.containers import tensors_in
 from dure.strategies.state.objects.object_state import ObjectState
 from dure.strategies.state.tensor_shard import memory_of, version_of
-from dure.strategies.state.trial import is_equal
+from dure.strategies.state.trial import is_equal, state_of
 from dure.torchcompat import is_transforming
 
 
@@ -79,7 +79,7 @@ class StateOfForward:
 
     def _begin(self) -> None:
         self.is_inside = True
-        self._before = ObjectState(self._objects)
+        self._before = state_of(self._objects, sees_data=False)
         self._versions = self._buffers_now()
         self._generators = GeneratorStates.now(self._device)
 

@@ -60,16 +60,18 @@ def halvings(run: Path) -> list[tuple[int, int, int, int]]:
 
 
 @pytest.mark.parametrize(("strategy", "nproc"), PLACES)
-def test_step_when_memory_runs_out_on_a_rank_then_all_repeat_it_and_weights_are_the_same(strategy, nproc, tmp_path):
+def test_step_when_memory_runs_out_on_a_rank_then_all_repeat_it_and_weights_are_the_same(
+    strategy, nproc, trained, tmp_path
+):
     info = STRATEGIES[strategy]
     rank = 0 if info.one_process or strategy in FIRST_RANK_COMPUTES else nproc - 1
     task = Regression(kind="tokens", optimizer="adamw", layered=is_layered(strategy))
-    undisturbed = train_case(tmp_path, task, strategy, nproc, **STEPS)
+    one = trained(task, **STEPS)
     faults = planned(tmp_path, rank, 3)
     run = train_case(tmp_path, task, strategy, nproc, faults=faults, **RESTARTS, **STEPS)
     ((failed, step, before, after),) = halvings(run)
     assert (failed, step, after) == (rank, 3, -(-before // 2))
-    assert largest_difference(weights_of(undisturbed), weights_of(run)) < TO_ROUNDING
+    assert largest_difference(weights_of(one), weights_of(run)) < TO_ROUNDING
     assert list(samples_by_epoch(run)) == [list(range(44))] * 2
     assert not RunFiles(run).events("restart")
 

@@ -47,7 +47,7 @@ def test_rank_when_asked_to_stop_then_all_stop_at_one_step_and_go_on_later(rank,
 
 
 def test_strangers_when_they_come_to_every_port_then_the_run_goes_on_and_agents_have_none(prewarmed, tmp_path):
-    command = prewarmed.start(tmp_path, *BASE, "--epochs", 20, "--task.pause-seconds", 0.03)
+    command = prewarmed.start(tmp_path, *BASE, "--epochs", 8, "--task.pause-seconds", 0.03)
     run = RunFiles(tmp_path / "runs/run")
     run.wait_for("checkpoint", command)
     stay = disturb(psutil.Process(command.pid))
@@ -56,4 +56,4 @@ def test_strangers_when_they_come_to_every_port_then_the_run_goes_on_and_agents_
         connection.close()
     assert code == 0, command.err
     assert 0 < len(stay) <= 4  # the store, and a group of gloo on each rank
-    assert run.summary()["samples"] == 20 * 97
+    assert run.summary()["samples"] == 8 * 97

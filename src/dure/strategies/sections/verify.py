@@ -308,6 +308,8 @@ class _Rehearsal:
         """
         first, *others = self._own_state
         paths = {path for other in others for path in first.keys() | other.keys() if first.get(path) != other.get(path)}
+        # the loss sets it and uses it on one rank, which is declared
+        paths -= set(self._strategy.traits.module_state)
         if not paths:
             return []
         with Trial(self._model, self._strategy.objects, seed=0, watches_writes=False):

@@ -12,7 +12,9 @@ import dure
 
 if __name__ == "__main__":
     for strategy, options in (("ddp", {}), ("averaging", {"average_every": 16, "warmup_steps": 23})):
-        summary = dure.train(Digits(), strategy=strategy, nproc=2, epochs=8, device="cpu", quiet=True, **{strategy: options})
+        summary = dure.train(
+            Digits(), strategy=strategy, nproc=2, epochs=8, device="cpu", quiet=True, **{strategy: options}
+        )
         lines = Path(summary.run, "rank0.jsonl").read_text().splitlines()
         sent = [json.loads(line)["sent_bytes"] for line in lines]
         print(

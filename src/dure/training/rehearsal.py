@@ -321,7 +321,8 @@ def rehearse_evaluation(session: Session, best: Best) -> list[str]:
         written.append("the optimiser's settings")
     before.put_back()
     definitions.put_back()
-    variables = surroundings.set_variables()
+    # those that the loss sets too are declared as that
+    variables = [name for name in surroundings.set_variables() if name not in strategy.traits.outer_state]
     surroundings.put_back_variables()
     if strategy.group.world_size == 1:  # other ranks may be writing to the same files
         surroundings.put_back()

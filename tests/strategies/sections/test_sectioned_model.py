@@ -13,6 +13,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from dure.errors import TaskInvalid
+from dure.strategies.contract.loss_traits import NOTHING_SEEN
 from dure.strategies.contract.precision import Precision
 from dure.strategies.sections.plan import SectionPlan
 from dure.strategies.sections.sectioned_model import SectionedModel
@@ -65,6 +66,7 @@ def rehearsed(model, plan, tried, loss=None, loss_section=-1):
         objects={},
         precision=Precision("fp32", "cpu"),
         phases=lambda: (phase for phase in ()),
+        traits=NOTHING_SEEN,
     )
     return rehearse(strategy, model, plan, tried.seen, loss_section=loss_section % len(plan.begins))
 

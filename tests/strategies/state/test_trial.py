@@ -260,3 +260,19 @@ def test_trials_when_they_share_their_state_then_each_begins_with_what_is_true()
     with Trial(model, {"task": task}) as apart:
         pass
     assert apart._plain is not states[-1]
+
+
+class Unreadable:
+    """Object whose attributes cannot be looked at."""
+
+    @property
+    def __dict__(self):
+        raise RuntimeError("not now")
+
+
+def test_trial_when_it_cannot_begin_then_nothing_is_left_of_it():
+    model, before = model_of_all_kinds(), torch.get_rng_state()
+    trial = Trial(model, {"task": Unreadable()}, seed=0)
+    with pytest.raises(RuntimeError, match="not now"), trial:
+        pass
+    assert torch.equal(torch.get_rng_state(), before)

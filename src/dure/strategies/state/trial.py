@@ -73,13 +73,30 @@ class Trial:
 
     def __enter__(self) -> "Trial":
         """Record the state."""
+        with ExitStack() as stack:  # closes it if anything fails here
+            self._begin(stack)
+            self._stack = stack.pop_all()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Record the changes, and undo them."""
+        try:
+            with torch.no_grad():
+                self._record_changes()
+        finally:
+            self._stack.close()
+            with torch.no_grad():
+                self._put_back()
+
+    def _begin(self, stack: ExitStack) -> None:
         model = self._model
-        self._stack = ExitStack()
         self._device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
-        self._stack.enter_context(kept_global_randomness(self._device))
-        self._stack.enter_context(torchcompat.kept_global_hooks())
-        self._stack.enter_context(torchcompat.without_compilation())
-        self._stack.callback(torch.set_default_dtype, torch.get_default_dtype())
+        stack.enter_context(kept_global_randomness(self._device))
+        stack.enter_context(torchcompat.kept_global_hooks())
+        stack.enter_context(torchcompat.without_compilation())
+        stack.callback(torch.set_default_dtype, torch.get_default_dtype())
         if self._seed is not None:
             seed_draws(self._device, self._seed, 0)
         self._generators = GeneratorStates.now(self._device)
@@ -96,41 +113,31 @@ class Trial:
         self._large = {path: tensor.detach() for path, tensor in {**self._plain.large, **self._of_data()}.items()}
         self._data_sets = KeptDataSets(self._plain.first.values())
         self._surroundings = Surroundings()
-        self._stack.enter_context(self._surroundings.watched())
+        stack.enter_context(self._surroundings.watched())
         self._writes = Writes({**{name: data for name, _, data, _, _ in self._parameters}, **self._large})
         if self._watches_writes:
-            self._stack.enter_context(self._writes)
+            stack.enter_context(self._writes)
         else:
             self._writes.before = {name: data.clone() for name, data in self._writes.tensors.items()}
-        return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        """Record the changes, and undo them."""
-        with torch.no_grad():
-            self.has_drawn = not GeneratorStates.now(self._device).is_same_as(self._generators) or bool(
-                self._plain.drawn()
-            )
-            self.state = self._plain.changed()
-            self.outer, self.filled = self._surroundings.written(), self._plain.filled()
-            hooks = gradient_hooks(self._model).items()
-            self.hooked = [name for name, number in hooks if number > self._num_hooks.get(name, 0)]
-            self.rebound = [name for name, p, data, *_ in self._parameters if p.data_ptr() != data.data_ptr()]
-            self.parameters = {
-                name: p.detach().clone()
-                for name, p, data, *_ in self._parameters
-                if name in self.rebound or self._was_written(name, data)
-            }
-            now = dict(self._model.named_buffers())
-            self.buffers = {
-                name: now[name].clone()
-                for name, (buffer, before) in self._buffers.items()
-                if name in now and (now[name] is not buffer or not is_equal(buffer, before))
-            }
-        self._stack.close()
-        with torch.no_grad():
-            self._put_back()
+    def _record_changes(self) -> None:
+        self.has_drawn = not GeneratorStates.now(self._device).is_same_as(self._generators) or bool(self._plain.drawn())
+        self.state = self._plain.changed()
+        self.outer, self.filled = self._surroundings.written(), self._plain.filled()
+        hooks = gradient_hooks(self._model).items()
+        self.hooked = [name for name, number in hooks if number > self._num_hooks.get(name, 0)]
+        self.rebound = [name for name, p, data, *_ in self._parameters if p.data_ptr() != data.data_ptr()]
+        self.parameters = {
+            name: p.detach().clone()
+            for name, p, data, *_ in self._parameters
+            if name in self.rebound or self._was_written(name, data)
+        }
+        now = dict(self._model.named_buffers())
+        self.buffers = {
+            name: now[name].clone()
+            for name, (buffer, before) in self._buffers.items()
+            if name in now and (now[name] is not buffer or not is_equal(buffer, before))
+        }
 
     def _of_data(self) -> dict[str, Tensor]:
         """Return the tensors of data sets that the objects hold, by path."""

@@ -57,9 +57,8 @@ def test_disk_when_it_is_full_for_records_then_one_more_sentence_says_so(small_d
     flags = (*BASE, "--runs-dir", small_disk / "runs", "--epochs", 400, "--record-samples")
     command = prewarmed.run(tmp_path, *flags, "--task.num-samples", 97, "--checkpoint.keep", 1)
     assert command.code == 2, command.err
-    warning, *unwritten, error = command.err.splitlines()
+    warning, error = command.err.splitlines()
     assert warning.startswith("dure: a checkpoint needs")
-    assert all("summary.json cannot be written: the disk is full" in text for text in unwritten)
     assert "full" in error or "a checkpoint needs" in error
     assert RunFiles(small_disk / "runs/run").checkpoints()
 

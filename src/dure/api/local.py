@@ -165,7 +165,7 @@ def finish(notes: Notes, spec: RunSpec, outcome: Outcome, *, is_own: bool = True
     summary = summarise(run, spec, status_of(error), None if error is None else str(error))
     is_refused = error is not None and error.exit_code in _REFUSED and (summary.steps == 0 or not _has_begun(run))
     if is_own and not is_refused:
-        with nullcontext() if error is None else records_missed():  # the first cause is more than its record
+        with nullcontext() if error is None else records_missed(error):  # the first cause is more than its record
             if error is not None:
                 kind = events.Interrupted if isinstance(error, Interrupted) else events.Failed
                 run.append_event(kind(message=str(error)))

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Protocol
 
 from dure.cluster.rank import Launched
-from dure.errors import FAILED, DureError, Interrupted, WorkerFailed
+from dure.errors import FAILED, DiskFull, DureError, Interrupted, WorkerFailed
 from dure.failures.verdict import Verdict
 from dure.host.devices import count_cores, crowding
 from dure.launch.hangs.diagnosis import HangVerdict, print_and_save_hang
@@ -98,12 +98,17 @@ def place_under(launched: Launched, store: StoreAddress | None, threads: int | N
 
 
 @contextmanager
-def records_missed() -> Iterator[None]:
-    """Print an error in writing records instead of raising it: the folder was removed, or the disk is full."""
+def records_missed(cause: DureError | None = None) -> Iterator[None]:
+    """Print an error in writing records instead of raising it: the folder was removed, or the disk is full.
+
+    Args:
+        cause: Error with which the run ends. A full disk that it names already is not printed again.
+    """
     try:
         yield
     except DureError as error:
-        print_status(str(error))
+        if not (isinstance(error, DiskFull) and cause is not None and DiskFull.CURE in str(cause)):
+            print_status(str(error))
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -247,8 +247,9 @@ def _check(settings: ScriptSettings) -> tuple[int, NodeSettings | None]:
         if not is_there:
             faults.append(f"there is no module {settings.script}: give the name that `python -m` takes")
     elif not script.is_file() and not (script / "__main__.py").is_file():
-        what = "is neither a file nor a folder" if script.exists() else "does not exist"
-        what = "is a folder without a __main__.py" if script.is_dir() else what
+        what = "does not exist"
+        if script.exists():
+            what = "is a folder without a __main__.py" if script.is_dir() else "is neither a file nor a folder"
         cure = "give the path of a Python script, or a module with -m"
         if Path(settings.script.rpartition(":")[0]).is_file():
             what, cure = "is a task", f"train it with `dure train {shell_word(script)}`"
@@ -301,7 +302,7 @@ def _finish(run: RunDir, outcome: Outcome, seconds: float, world_size: int, *, i
     error: DureError | None = failure_of(outcome, outcome.judge(run.path, is_script=True))
     if error is None and outcome.stopped_by is not None:
         error = Interrupted("stopped", stop_exit_code(outcome.stopped_by))
-    with records_missed():
+    with records_missed(error):
         if is_own:
             message = None if error is None else str(error)
             summary = ScriptSummary(

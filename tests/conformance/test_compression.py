@@ -40,7 +40,7 @@ NEAR = {"fp16": 1e-3, "bf16": 1e-2, "int8": 1e-2}
 """Twenty steps of gradients that are each off by 2**-11, 2**-8 and 1/254 of their largest."""
 
 
-MOST = {"powersgd": 0.5, "topk": 0.3, "int8": 0.3}
+MOST = {"fp16": 0.52, "bf16": 0.52, "powersgd": 0.5, "topk": 0.3, "int8": 0.3}
 """Most of the uncompressed bytes that a float32 model of digits may send."""
 
 
@@ -69,7 +69,7 @@ def test_few_bits_stay_near_one_process_and_all_ranks_agree(strategy, name, trai
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("strategy", "name"), TELLING)
+@pytest.mark.parametrize(("strategy", "name"), [("ddp", "fp16"), ("ddp", "bf16"), *TELLING])
 def test_a_compressed_run_learns_the_digits_sends_less_and_says_so(strategy, name, tmp_path):
     settings = {"compression_fraction": 0.05} if name == "topk" else {}
     summary = dure.train(

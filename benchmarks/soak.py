@@ -4,12 +4,14 @@
     python benchmarks/soak.py --seconds 60 --every 8       to try it out
 
 The faults come from outside: SIGKILL, SIGSEGV, SIGABRT and SIGSTOP, drawn at random. Steps take about 20 ms, so a hang
-is known after 2 s (`--hang-after`). The control is the same task without pauses and without faults: the same samples,
+is known after 2 s (`--hang-after`). The time between two faults is counted in steps, so that a slow machine, too, trains
+between them. The control is the same task without pauses and without faults: the same samples,
 so its weights and its last loss must be the same, bit by bit. Exits 1 if anything is not as it should be.
 """
 
 import argparse
 import itertools
+import json
 import random
 import signal
 import statistics
@@ -31,6 +33,7 @@ HANG_AFTER_SECONDS = 2
 LONGEST_PAUSE_SECONDS = 15.0
 LEAST_EFFECTIVE = 0.95
 MOST_GROWTH_BYTES = 20 * 2**20
+LONGEST_RECORD_BYTES = 65536
 INTERRUPTED_AFTER_STEPS = 5
 """A pause of more median steps than that is no slow step: training was interrupted."""
 
@@ -39,7 +42,7 @@ def main() -> None:
     """Soak, compare and write the page."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seconds", type=float, default=1800.0)
-    parser.add_argument("--every", type=float, default=30.0, help="seconds from one fault to the next")
+    parser.add_argument("--every", type=float, default=30.0, help="seconds of steps from one fault to the next")
     parser.add_argument("--least-effective", type=float, default=LEAST_EFFECTIVE)
     parser.add_argument("--results", type=Path, default=HERE / "results")
     options = parser.parse_args()
@@ -52,7 +55,7 @@ def main() -> None:
     record["wrong"] = faults
     kinds = ", ".join(f"{count} x {kind}" for kind, count in sorted(record["faults"].items()))
     page = [
-        f"# A run of {record['seconds'] / 60:.1f} minutes with a fault every {options.every:g} s\n",
+        f"# A run of {record['seconds'] / 60:.1f} minutes with a fault every {options.every:g} s of steps\n",
         f"{describe_surroundings(record)}\n",
         "| | bound | measured |\n|---|---|---|",
         f"| faults | - | {kinds} |",
@@ -89,13 +92,14 @@ def soak(folder: Path, steps: int, every: float) -> dict[str, Any]:
     assert _until(lambda: len(_lines(run / "rank0.jsonl")) > 50, 60), (folder / "log").read_text()
     supervisor = psutil.Process(process.pid)
     before, children = _size(supervisor), {child.pid for child in supervisor.children(recursive=True)}
-    next_fault = time.monotonic() + every
+    between = int(every / STEP_SECONDS)
+    next_fault = between
     try:
         while process.poll() is None:
             time.sleep(0.2)
-            if time.monotonic() < next_fault:
+            if (step := _last_step(run / "rank0.jsonl")) < next_fault:
                 continue
-            next_fault = time.monotonic() + every
+            next_fault = step + between
             ranks = _ranks(supervisor)
             after = _size(supervisor)
             children |= {child.pid for child in ranks}
@@ -130,6 +134,14 @@ def soak(folder: Path, steps: int, every: float) -> dict[str, Any]:
         "growth_files": after[1] - before[1],
         "processes_left": sum(psutil.pid_exists(child) for child in children),
     }
+
+
+def _last_step(path: Path) -> int:
+    """Return the step of the last whole record, of which a run that begins again may have none."""
+    with path.open("rb") as file:
+        file.seek(max(0, path.stat().st_size - LONGEST_RECORD_BYTES))
+        last = file.read().rpartition(b"\n")[0].rpartition(b"\n")[2]
+    return int(json.loads(last)["step"]) if last else 0
 
 
 def is_as_undisturbed(folder: Path, steps: int) -> bool:

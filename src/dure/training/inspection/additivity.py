@@ -10,7 +10,6 @@ import torch
 from torch import nn
 
 from dure.records.sums import exact_sum
-from dure.strategies.state.trial import Trial
 from dure.training.inspection.constant_draws import ConstantDraws, TooManyDraws
 from dure.training.inspection.loss_calls import NUM_SAMPLES, LossCalls, Tried, Value, silent
 from dure.training.inspection.model_outputs import OutputsAsLoss
@@ -120,7 +119,7 @@ class Additivity:
             return None, begin
         at, doubtful = begin, range(0)
         try:
-            with silent(), Trial(self.calls.model, self.calls.objects, seed=2, keeps_gradients=False):
+            with silent(), self.calls.trial_of_values():
                 self.calls.set_modes(as_in_training=False)
                 while at < end - 1 and not doubtful:
                     most_seconds = _WIDE_SECONDS if at < begin + WIDE_SAMPLES else _LATE_SECONDS
@@ -128,10 +127,10 @@ class Additivity:
                         break
                     places = range(at, min(at + size, end))
                     at = places.stop
-                    whole, *parts, again = [self.calls.value(part) for part in (places, *_parts_of(places), places)]
-                    if self.is_other(whole, again):
-                        break  # it draws, or depends on its own state, both of which are detected elsewhere
+                    whole, *parts = [self.calls.value(part) for part in (places, *_parts_of(places))]
                     if self._difference(whole, parts):
+                        if self.is_other(whole, self.calls.value(places)):
+                            break  # it draws, or depends on its own state, both of which are detected elsewhere
                         doubtful = places
             if doubtful:
                 # again, each call from the same state: a counter of calls may have reached another phase in between

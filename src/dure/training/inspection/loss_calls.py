@@ -18,6 +18,8 @@ from dure.training.inspection.call_watches import StateOfForward
 
 NUM_SAMPLES = 8
 """Number of samples of a group on which a loss is called."""
+_MOST_COPIED_BYTES = 2**20
+"""Maximum bytes of parameters that are copied for the values of a loss, so that its writes need not be watched."""
 
 
 @dataclass
@@ -97,8 +99,7 @@ class LossCalls:
             ValueError: The loss draws random numbers.
         """
         batch = self.fetch(places)
-        trial = Trial(self.model, self.objects, seed=2, watches_writes=self.watches_writes, keeps_gradients=False)
-        with silent(), trial:
+        with silent(), self.trial_of_values() as trial:
             self.set_modes(as_in_training=False)
             with torch.enable_grad(), self.autocast():
                 result = self.loss(self.model, batch)
@@ -122,9 +123,16 @@ class LossCalls:
 
     def value_apart(self, places: Sequence[int]) -> "Value":
         """Return the loss of some samples, without gradients and in a trial of its own."""
-        with silent(), Trial(self.model, self.objects, seed=2, keeps_gradients=False):
+        with silent(), self.trial_of_values():
             self.set_modes(as_in_training=False)
             return self.value(places)
+
+    def trial_of_values(self) -> Trial:
+        """Return a trial that serves for the values of losses only, not for what they write."""
+        # copies of few weights take less time than a look at every operation
+        num_bytes = sum(parameter.nbytes for parameter in self.model.parameters())
+        is_watching = self.watches_writes and num_bytes > _MOST_COPIED_BYTES
+        return Trial(self.model, self.objects, seed=2, watches_writes=is_watching, keeps_gradients=False)
 
     def set_modes(self, *, as_in_training: bool) -> None:
         """Put the model into training mode, without BatchNorm and dropout unless everything is to be as in training."""

@@ -23,7 +23,7 @@ class Surroundings:
     """Environment variables and files that a user's code writes."""
 
     def __init__(self) -> None:
-        self._environment = dict(os.environ)
+        self._environment = _environment()
         self._contents: dict[Path, bytes | None] = {}
         """Earlier contents of each file that was opened for writing; None for a file that did not exist."""
         self._lengths: dict[Path, int] = {}
@@ -73,8 +73,11 @@ class Surroundings:
 
     def set_variables(self) -> list[str]:
         """Return the environment variables that were set or removed."""
-        before, names = self._environment, sorted(self._environment.keys() | os.environ.keys())
-        return [f"os.environ[{name!r}]" for name in names if before.get(name) != os.environ.get(name)]
+        before, now = self._environment, _environment()
+        if before == now:
+            return []
+        changed = sorted(os.fsdecode(name) for name in before.keys() | now.keys() if before.get(name) != now.get(name))
+        return [f"os.environ[{name!r}]" for name in changed]
 
     def put_back(self) -> list[str]:
         """Restore everything; return files and variables that cannot be restored."""
@@ -98,9 +101,17 @@ class Surroundings:
 
     def put_back_variables(self) -> None:
         """Restore the environment variables."""
-        if self._environment != dict(os.environ):
-            os.environ.clear()
-            os.environ.update(self._environment)
+        if self._environment != _environment():
+            os.environb.clear()
+            os.environb.update(self._environment)
+
+
+def _environment() -> dict[bytes, bytes]:
+    """Return a copy of the environment variables, without decoding them one by one, which takes a hundred times longer.
+
+    Their dictionary is private in Python.
+    """
+    return dict(os.environb._data)  # type: ignore[attr-defined]
 
 
 def _is_for_user(frame: FrameType | None) -> bool:

@@ -4,9 +4,9 @@
     python benchmarks/soak.py --seconds 60 --every 8       to try it out
 
 The faults come from outside: SIGKILL, SIGSEGV, SIGABRT and SIGSTOP, drawn at random. Steps take about 20 ms, so a hang
-is known after 2 s (`--hang-after`). The time between two faults is counted in steps, so that a slow machine, too, trains
-between them. The control is the same task without pauses and without faults: the same samples,
-so its weights and its last loss must be the same, bit by bit. Exits 1 if anything is not as it should be.
+is known after 2 s (`--hang-after`). The time between two faults is counted in steps, so that a slow machine also trains
+between them. The control is the same task without pauses and without faults: the same samples, so its weights and its
+last loss must be the same, bit by bit. Exits 1 if anything is not as it should be.
 """
 
 import argparse

@@ -13,6 +13,7 @@ import pytest
 from tests.commands import Prewarmed
 from tests.durations import Durations
 from tests.leaks import clean_up, find_leaks, take_snapshot
+from tests.parts import part, select
 from tests.turns import turn
 
 # Set before anything imports torch: a process that has computed with several threads cannot be forked into ranks.
@@ -34,14 +35,25 @@ with suppress(ImportError):  # the cluster's tests do without
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """Add the option by which CI records durations."""
+    """Add the options of CI."""
     parser.addoption("--record-durations", action="store_true", help="write the tests' durations as a line of JSON")
+    parser.addoption(
+        "--part", type=part, metavar="K/N", help="of the slow and the fault tests only the K-th of N parts"
+    )
 
 
 def pytest_configure(config: pytest.Config) -> None:
     """Record durations where that is asked for, once for all workers of pytest-xdist."""
     if config.getoption("--record-durations") and not hasattr(config, "workerinput"):
         config.pluginmanager.register(Durations())
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leave out the other parts of the tests that `-m` has selected."""
+    if chosen := config.getoption("--part"):
+        items[:], others = select(items, *chosen)
+        config.hook.pytest_deselected(items=others)
 
 
 def pytest_collection_finish() -> None:

@@ -50,6 +50,7 @@ def run_python(code: str) -> str:
     ).stdout
 
 
+@pytest.mark.slow
 def test_late_parts_when_imported_first_then_ddp_lets_go_of_its_group() -> None:
     out = run_python(
         "import gc, socket, psutil, torch.distributed as dist\n"
@@ -96,6 +97,7 @@ def test_found_overflows_when_changed_then_the_step_is_skipped() -> None:
     assert parameter.tolist() == [1.0, 1.0]
 
 
+@pytest.mark.slow
 def test_abort_then_no_process_group_is_left() -> None:
     code = (
         "import torch.distributed as dist\n"
@@ -185,6 +187,7 @@ def test_collectives_when_called_by_their_new_names_then_no_version_warns() -> N
     assert scattered.tolist() == [3, 4]
 
 
+@pytest.mark.slow
 def test_divided_optimizer_when_its_package_is_imported_then_nothing_warns_and_the_part_steps() -> None:
     out = run_python(
         "import socket, torch, torch.distributed as dist\n"
@@ -245,6 +248,7 @@ def test_default_generator_when_on_cuda_then_it_is_the_devices() -> None:
     assert torch.equal(drawn, torch.rand(3, device=device))
 
 
+@pytest.mark.slow
 def test_torchvision_when_imported_through_dure_then_models_and_transforms_work() -> None:
     pytest.importorskip("PIL", reason="the vision extra is not installed")
     # a fresh interpreter: a process can declare operators once

@@ -48,6 +48,7 @@ def test_turns_time_dure_from_callback_to_callback(paired):
     assert [len(turns.seconds[name]) for name in ("other", "dure")] == [3, 3]
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
 @pytest.mark.parametrize("script", ["gpu_check.py", "resnet50_gpu.py", "transformer_gpu.py"])
 def test_check_without_a_gpu_says_so_in_one_sentence_and_exits_3(script):

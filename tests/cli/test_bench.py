@@ -17,6 +17,7 @@ from dure.report.bench_plot import check_plot
 SMALL = "bench --nproc 3 --collectives all --algorithms all --min-bytes 8 --max-bytes 4K --factor 8"
 
 
+@pytest.mark.slow
 def test_bench_when_asked_for_json_then_is_one_document_without_wrong_elements(capfd: Any, tmp_path: Path) -> None:
     record = tmp_path / "state/machine.json"
     assert main([*SMALL.split(), "--json", "--record", str(record)]) == 0

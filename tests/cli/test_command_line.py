@@ -332,6 +332,7 @@ def _dure(*arguments: str, **environ: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, env={**os.environ, **environ}, check=False)
 
 
+@pytest.mark.slow
 def test_talk_when_torch_cannot_be_imported_then_works(tmp_path: Path) -> None:
     (tmp_path / "torch.py").write_text("raise ImportError('this command must not import torch')")
     path = os.pathsep.join(filter(None, [str(tmp_path), os.environ.get("PYTHONPATH")]))

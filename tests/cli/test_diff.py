@@ -72,6 +72,7 @@ def told(capsys: pytest.CaptureFixture[str], folder: Path, one: str, other: str,
     return code, capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_runs_when_repeated_then_they_are_the_same_bit_by_bit(runs, capsys):
     assert main(["diff", str(runs / "one"), str(runs / "again")]) == 0
     told = capsys.readouterr().out.splitlines()

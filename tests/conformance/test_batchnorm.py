@@ -44,6 +44,7 @@ def test_sync_batchnorm_without_running_statistics_equals_one_process_in_trainin
     assert largest_difference(weights_of(many), weights_of(one)) < TO_ROUNDING
 
 
+@pytest.mark.slow
 def test_batchnorm_without_sync_differs_and_says_so(tmp_path):
     task = Normalised(num_samples=45)
     one = weights_of(train_case(tmp_path, task, **STEPS))

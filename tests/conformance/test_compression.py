@@ -44,6 +44,7 @@ MOST = {"fp16": 0.52, "bf16": 0.52, "powersgd": 0.5, "topk": 0.3, "int8": 0.3}
 """Most of the uncompressed bytes that a float32 model of digits may send."""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("strategy", "kind"), list(zip(COMPRESSING, cycle(["mean", "tokens"]))))
 def test_sending_every_element_as_the_largest_few_equals_one_process(strategy, kind, trained, tmp_path):
     task = Regression(kind=kind)
@@ -55,6 +56,7 @@ def test_sending_every_element_as_the_largest_few_equals_one_process(strategy, k
     assert {record["measured"]["compression_error"] for record in records_of(run)} == {0.0}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", NEAR)
 @pytest.mark.parametrize("strategy", COMPRESSING)
 def test_few_bits_stay_near_one_process_and_all_ranks_agree(strategy, name, trained, tmp_path):

@@ -40,6 +40,7 @@ def diverged(run: Path) -> dict:
     return event
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("strategy", "nproc", "mesh", "rank", "holders", "where"), PLACES)
 def test_rank_when_a_bit_of_it_flips_then_it_is_named_and_a_healed_run_is_the_undisturbed(
     strategy, nproc, mesh, rank, holders, where, tmp_path
@@ -58,6 +59,7 @@ def test_rank_when_a_bit_of_it_flips_then_it_is_named_and_a_healed_run_is_the_un
     assert not RunFiles(undisturbed).events("replicas_diverged")
 
 
+@pytest.mark.slow
 def test_run_when_it_is_to_stop_then_it_names_rank_tensor_value_and_checkpoint(tmp_path):
     faults = planned(tmp_path, 2, 7, tensor="outer.bias", element=3, bit=63)
     said = (
@@ -98,6 +100,7 @@ def test_ranks_when_there_are_two_then_none_is_named_and_both_go_back(tmp_path):
     assert are_same_bits(weights_of(undisturbed), weights_of(run))
 
 
+@pytest.mark.slow
 def test_run_when_nothing_is_asked_for_then_replicas_are_compared_in_little_time(tmp_path):
     settings = {key: value for key, value in STEPS.items() if key != "check_replicas_every"}
     run = train_case(tmp_path, Regression(), "ddp", 2, **{**settings, "samples": 1320})

@@ -15,6 +15,7 @@ from tests.conformance.tasks import Regression
 EXACT = 1e-12
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("task", "batch"),
     [(Regression(kind="tokens"), 7), (Regression(dtype="float32"), None), (Digits(width=8), 7)],
@@ -82,6 +83,7 @@ def evaluated_alone(tmp_path_factory):
     return functools.cache(lambda layered: evaluated(tmp_path_factory.mktemp("one"), layered, "single", 1))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("strategy", "num_devices"), MANY)
 def test_evaluation_during_training_equals_one_process(strategy, num_devices, evaluated_alone, tmp_path):
     layered = is_layered(strategy)

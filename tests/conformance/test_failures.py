@@ -89,6 +89,7 @@ def test_a_batch_that_counts_nothing_is_refused_with_its_step(strategy, num_devi
         train_case(tmp_path, task, strategy, num_devices, shuffle=False, **STEPS)
 
 
+@pytest.mark.slow
 def test_a_rank_whose_share_counts_nothing_is_no_failure(tmp_path):
     """Only the first half of the third batch counts: the second rank's share of it has no token."""
     one, two = [
@@ -184,6 +185,7 @@ class AllBranches(Branching):
         return model
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("microbatch_size", [None, 1])
 def test_unused_parameters_that_are_looked_for_give_the_weights_of_one_process(microbatch_size, trained, tmp_path):
     task = Branching(never=True)
@@ -207,6 +209,7 @@ class Failing(Regression):
         return super().loss(model, batch)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num_workers", [0, 2])
 def test_an_exception_on_one_rank_ends_all_and_is_the_one_that_is_shown(num_workers, tmp_path):
     start = time.monotonic()
@@ -281,6 +284,7 @@ def test_ranks_that_build_something_else_are_told_so_before_they_talk_of_gradien
     assert time.monotonic() - began < 15  # a rank that waited for the other's gradients would have done so for minutes
 
 
+@pytest.mark.slow
 def test_a_failed_run_can_be_resumed_when_its_cause_is_gone(tmp_path):
     flag = tmp_path / "mended"
     with pytest.raises(WorkerFailed, match="FileNotFoundError"):

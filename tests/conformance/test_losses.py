@@ -31,6 +31,7 @@ CURVES = [("dp", 3), ("ddp", 3), ("fsdp", 3), ("pipeline", 3)]
 """Ways to compute a step that differ: that all strategies have the same float64 weights says the rest."""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("strategy", "num_devices"), places(CURVES))
 def test_loss_curve_on_digits_equals_one_process(strategy, num_devices, digits_alone, tmp_path):
     losses = losses_of(train_case(tmp_path, Digits(augment=True), strategy, num_devices, **SETTINGS))

@@ -47,6 +47,7 @@ class Images(dure.Task):
         return (model(images) - targets).square().mean()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "strategy", [pytest.param(name, marks=[] if name in FLATTENING else pytest.mark.slow) for name in EXACT]
 )

@@ -84,6 +84,7 @@ class Odd(Mortal):
         return None
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("strategy", "clocked", "rank"), [("ddp", True, 1), ("zero1", False, 1), ("parameter_server", False, 1)]
 )

@@ -59,6 +59,7 @@ def halvings(run: Path) -> list[tuple[int, int, int, int]]:
     return [(event["rank"], event["step"], event["from"], event["to"]) for event in events]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("strategy", "nproc"), PLACES)
 def test_step_when_memory_runs_out_on_a_rank_then_all_repeat_it_and_weights_are_the_same(
     strategy, nproc, trained, tmp_path
@@ -88,6 +89,7 @@ def test_memory_when_it_runs_out_again_then_microbatches_are_halved_until_they_f
     assert (summary["restarts"], summary["microbatch_size"]) == (0, 3)
 
 
+@pytest.mark.slow
 def test_memory_when_not_one_sample_fits_then_the_run_ends_with_the_cure(tmp_path):
     with pytest.raises(WorkerFailed, match="one sample at a time is too much for this device: use precision=") as info:
         train_case(tmp_path, Hungry(most=0, since=2), "ddp", 2, **RESTARTS, **STEPS)

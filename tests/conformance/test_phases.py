@@ -226,6 +226,7 @@ def test_loss_when_it_cannot_be_divided_in_a_phase_then_the_run_is_refused(
         train_case(tmp_path, task(), strategy, 2, **{**STEPS, **settings})
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("task", "strategy"), [(EntersMode, "dp"), (RoundsSaved, "dp"), (SetsContext, "dp"), (SetsContext, "pipeline")]
 )

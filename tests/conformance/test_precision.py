@@ -69,6 +69,7 @@ def test_halves_under_accumulation_equal_a_loop_by_hand(precision, task_class, t
     assert largest_difference(weights_of(run), expected) < AS_FLOAT32
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("strategy", "num_devices", "precision"), crossed(MANY_PAIRS, [("bf16",), ("fp16",)]))
 def test_halves_on_many_devices_stay_near_one_process(strategy, num_devices, precision, trained, tmp_path):
     task = Regression(dtype="float32", layered=is_layered(strategy))
@@ -77,6 +78,7 @@ def test_halves_on_many_devices_stay_near_one_process(strategy, num_devices, pre
     assert largest_difference(weights_of(many), one) < AS_HALVES[precision]
 
 
+@pytest.mark.slow
 def test_ranks_skip_the_same_steps_when_fp16_overflows(tmp_path):
     digests = tmp_path / "digests"
     digests.mkdir()

@@ -31,6 +31,7 @@ def augmented_alone(tmp_path_factory):
     return weights
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("strategy", "num_devices", "way"), crossed(MANY_PAIRS, [(way,) for way in WAYS]))
 def test_augmentation_is_the_same_on_any_number_of_devices(strategy, num_devices, way, augmented_alone, tmp_path):
     layered = is_layered(strategy)
@@ -39,6 +40,7 @@ def test_augmentation_is_the_same_on_any_number_of_devices(strategy, num_devices
     assert largest_difference(weights_of(run), augmented_alone(way, layered)) < TO_ROUNDING
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way", WAYS)
 def test_augmentation_is_the_same_with_loader_workers(way, augmented_alone, tmp_path):
     run = train_case(tmp_path, Augmented(way=way), "ddp", 2, num_workers=2, **STEPS)
@@ -62,6 +64,7 @@ class Still(Augmented):
         return torch.optim.SGD(model.parameters(), lr=0.0)
 
 
+@pytest.mark.slow
 def test_a_deterministic_run_repeats_bit_by_bit_with_dropout(tmp_path):
     """Under every strategy, that a resumed run is bit-equal says as much."""
     task = Regression(dtype="float32", dropout=0.3, kind="tokens")
@@ -81,6 +84,7 @@ def test_another_seed_gives_another_run(tmp_path):
     assert largest_difference(*(weights_of(run) for run in runs)) > 1e-3
 
 
+@pytest.mark.slow
 def test_ranks_draw_dropout_of_their_own(tmp_path):
     """With the same draws on both ranks, two equal halves would have equal losses."""
     run = train_case(tmp_path, Regression(dropout=0.5), "ddp", 2, **STEPS)

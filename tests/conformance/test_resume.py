@@ -58,6 +58,7 @@ def undisturbed(tmp_path_factory):
     return run
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("strategy", "num_devices", "kind", "optimizer", "samples"),
     crossed(
@@ -86,6 +87,7 @@ def test_resume_in_the_same_place_is_bit_equal_with_dropout(strategy, num_device
     assert losses_of(run) == losses_of(whole)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("settings", [{"bucket_bytes": 100}, {"find_unused_parameters": True}], ids=repr)
 def test_resume_on_three_ranks_is_bit_equal_however_gradients_are_bucketed(settings, tmp_path):
     """On three ranks a gradient's place in its bucket decides in which order the ranks' values are added."""
@@ -94,6 +96,7 @@ def test_resume_on_three_ranks_is_bit_equal_however_gradients_are_bucketed(setti
     assert are_same_bits(weights_of(run), weights_of(whole))
 
 
+@pytest.mark.slow
 def test_resume_with_batchnorm_and_loader_workers_is_bit_equal(tmp_path):
     task = Normalised(dtype="float32", dropout=0.3)
     whole = train_case(tmp_path, task, "ddp", 2, num_workers=2, **SETTINGS)
@@ -101,6 +104,7 @@ def test_resume_with_batchnorm_and_loader_workers_is_bit_equal(tmp_path):
     assert are_same_bits(weights_of(run), weights_of(whole))
 
 
+@pytest.mark.slow
 def test_resume_in_fp16_carries_the_scale_of_the_loss(tmp_path):
     task = Regression(dtype="float32", kind="tokens")
     whole = train_case(tmp_path, task, "ddp", 2, precision="fp16", **SETTINGS)
@@ -108,6 +112,7 @@ def test_resume_in_fp16_carries_the_scale_of_the_loss(tmp_path):
     assert are_same_bits(weights_of(run), weights_of(whole))
 
 
+@pytest.mark.slow
 def test_a_run_may_grow_and_is_then_the_longer_run(tmp_path):
     constant = {**SETTINGS, "samples": 44}
     del constant["epochs"]

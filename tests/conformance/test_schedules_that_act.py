@@ -59,6 +59,7 @@ class ScalesData(ActsOnce):
         self.samples.columns[0].mul_(0.5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("task", [HooksForward, HooksGradient, Prunes, ScalesData])
 def test_schedule_when_it_acts_once_then_it_does_so_at_that_step_on_all_ranks(
     task: type[ZooTask], tmp_path: Path

@@ -21,12 +21,14 @@ class Poisoned(Normalised):
         return data
 
 
+@pytest.mark.slow
 def test_step_when_it_is_skipped_then_statistics_are_those_of_one_process(tmp_path):
     one, many = (train_case(tmp_path, Poisoned(), *how, on_nonfinite="skip", **STEPS) for how in [(), ("pipeline", 2)])
     assert [len(RunFiles(run).events("step_skipped")) for run in (one, many)] == [2, 2]
     assert largest_difference(weights_of(one), weights_of(many)) < TO_ROUNDING
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("strategy", ["pipeline", "rpc_model"])
 def test_snapshot_when_a_rank_is_late_with_it_then_it_is_of_its_own_step(strategy, tmp_path, monkeypatch):
     take = MemorySaver.take
@@ -45,6 +47,7 @@ def test_snapshot_when_a_rank_is_late_with_it_then_it_is_of_its_own_step(strateg
     assert largest_difference(weights_of(one), weights_of(many)) < TO_ROUNDING
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("strategy", ["pipeline", "rpc_model"])
 def test_rank_when_killed_then_all_go_on_from_memory_to_the_weights_of_one_process(strategy, tmp_path):
     faults = tmp_path / "faults.toml"

@@ -169,6 +169,7 @@ class OldSpectralNorm(ZooTask):
         return model
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("strategy", ["zero1", "parameter_server"])
 def test_weights_when_forward_computes_them_then_they_do_not_count_as_sharing_memory(
     strategy: str, tmp_path: Path

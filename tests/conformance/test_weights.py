@@ -82,6 +82,7 @@ def test_weights_under_any_share_of_the_first_device_equal_one_process(share, on
     assert largest_difference(weights_of(run), one_process("tokens", "sgd")) < TO_ROUNDING
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "settings",
     [{"bucket_bytes": 64}, {"gradient_as_bucket_view": False}, {"start": "spawn"}],

@@ -42,6 +42,7 @@ def hub(tmp_path, monkeypatch):
     return tmp_path / "hub" / "checkpoints"
 
 
+@pytest.mark.slow
 def test_cifar10_on_real_jpegs_lowers_its_loss(images):
     torch.manual_seed(0)
     task = small(image_folder=images, learning_rate=1e-3, augment=False)

@@ -25,6 +25,7 @@ def trained_accuracy(task, epochs, batch_size=64):
     return int(accuracy.total) / accuracy.count
 
 
+@pytest.mark.slow
 def test_digits_augmented_and_trained_as_long_as_its_defaults_say_reaches_97_percent():
     assert trained_accuracy(Digits(augment=True), Digits.defaults["epochs"]) >= 0.97
 

@@ -25,6 +25,7 @@ def test_char_gpt_over_two_processes_counts_every_character_of_the_held_out_topi
     assert summary.metrics["bits_per_character"].value < 6
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_cifar10_over_two_processes_trains_on_real_jpegs(tmp_path):
     folder = unpack_slice(tmp_path / "data", num_per_class=2)

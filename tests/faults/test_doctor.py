@@ -149,6 +149,7 @@ def test_script_when_its_supervisor_died_with_a_rank_then_the_doctor_says_what_i
     assert finding["evidence"] == ["logs/rank0.log", "logs/rank1.log"]
 
 
+@pytest.mark.slow
 def test_run_when_it_was_started_again_then_only_a_warning_is_found(prewarmed, tmp_path):
     command = prewarmed.run(tmp_path, *TRAIN, *fault("kill"), "--task.once", tmp_path / "flag")
     assert command.code == 0, command.err

@@ -128,6 +128,7 @@ def test_run_when_it_is_killed_and_resumed_on_more_ranks_then_each_sample_is_use
     check(prewarmed, tmp_path, undisturbed(DDP_3), [DDP_2, DDP_3], 1)
 
 
+@pytest.mark.slow
 def test_run_when_only_its_launcher_is_killed_then_ranks_and_ports_are_gone_and_the_next_start_resumes(
     undisturbed, prewarmed, tmp_path
 ):
@@ -165,6 +166,7 @@ def answers(port: tuple[str, int]) -> bool:
     return True
 
 
+@pytest.mark.slow
 def test_checkpoint_when_a_bit_of_the_newest_is_flipped_then_two_ranks_go_on_from_the_one_before(
     undisturbed, prewarmed, tmp_path
 ):

@@ -29,6 +29,7 @@ def fault(kind: str, rank: int = 1, step: int = 4, more: str = "") -> str:
     return f'[[fault]]\nrank = {rank}\nstep = {step}\nkind = "{kind}"\n{more}\n'
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["kill", "segv", "raise"])
 def test_fault_then_it_happens_once_and_the_run_goes_on_as_if_it_had_not(kind, tmp_path):
     undisturbed, disturbed = train(tmp_path, "undisturbed"), train(tmp_path, "disturbed", fault(kind))
@@ -40,6 +41,7 @@ def test_fault_then_it_happens_once_and_the_run_goes_on_as_if_it_had_not(kind, t
     assert [record["step"] for record in records_of(disturbed)] == list(range(1, 9))
 
 
+@pytest.mark.slow
 def test_faults_when_several_then_each_has_its_turn(tmp_path):
     run = train(tmp_path, "run", fault("kill", 0, 2) + fault("kill", 1, 3) + fault("slow", 1, 5, "seconds = 0.2"))
     assert [event["kind"] for event in RunFiles(run).events("fault")] == ["kill", "kill", "slow"]
@@ -56,6 +58,7 @@ def test_faults_when_several_of_one_rank_in_one_step_then_each_happens_in_its_or
     assert [record["step"] for record in run.records(0)] == list(range(1, 9))
 
 
+@pytest.mark.slow
 def test_faults_when_one_undoes_another_of_its_step_then_nothing_is_left_of_them(tmp_path):
     undisturbed, disturbed = train(tmp_path, "undisturbed"), train(tmp_path, "disturbed", 2 * fault("flip"))
     assert len(RunFiles(disturbed).events("fault")) == 2
@@ -105,6 +108,7 @@ def test_slow_then_the_step_takes_so_long(tmp_path):
     assert by_step.pop(4) >= seconds > median(by_step.values())
 
 
+@pytest.mark.slow
 def test_oom_then_the_step_is_repeated_in_halves_and_the_weights_stay(tmp_path):
     undisturbed, disturbed = train(tmp_path, "undisturbed"), train(tmp_path, "disturbed", fault("oom"))
     (halved,) = RunFiles(disturbed).events("microbatch_halved")
@@ -115,6 +119,7 @@ def test_oom_then_the_step_is_repeated_in_halves_and_the_weights_stay(tmp_path):
     assert [record["step"] for record in records_of(disturbed)] == list(range(1, 9))
 
 
+@pytest.mark.slow
 def test_nan_then_the_loss_of_that_step_is_none(tmp_path):
     with pytest.raises(WorkerFailed, match=r"the loss is nan at step 4 .*: rank 1, samples .*on_nonfinite=.skip"):
         train(tmp_path, "stopped", fault("nan"))

@@ -146,6 +146,7 @@ def test_run_when_the_same_failure_comes_again_at_its_step_then_it_ends(tmp_path
     assert len(restarts_of(tmp_path / "run")) == 1
 
 
+@pytest.mark.slow
 def test_run_when_an_exception_comes_only_once_then_it_goes_on(tmp_path):
     task = Mortal(fault="raise", place=(1, 5), flag=str(tmp_path / "raised"))
     run = train(tmp_path, "run", "ddp", 2, task)
@@ -161,6 +162,7 @@ def test_run_when_its_first_step_raises_then_it_is_not_tried_again(tmp_path):
     assert not restarts_of(tmp_path / "run")
 
 
+@pytest.mark.slow
 def test_run_when_its_restarts_are_used_up_then_it_says_so(tmp_path):
     with pytest.raises(WorkerFailed, match=r"2 restarts within 600 s are used up \(max_restarts=\)"):
         train(tmp_path, "run", "ddp", 2, MortalProcess(place=(1, 4)), max_restarts=2)
@@ -173,6 +175,7 @@ def test_run_when_nothing_may_be_restarted_then_the_first_failure_ends_it(tmp_pa
     assert json.loads((tmp_path / "run/summary.json").read_text())["steps"] <= 4
 
 
+@pytest.mark.slow
 def test_run_when_memory_has_no_room_for_snapshots_then_it_goes_on_from_its_checkpoint(tmp_path, monkeypatch):
     monkeypatch.setattr("dure.training.run_state.snapshot_policy.MOST_OF_MEMORY", 1e-9)
     task = Mortal(place=(1, 12), flag=str(tmp_path / "flag"))
@@ -185,6 +188,7 @@ def test_run_when_memory_has_no_room_for_snapshots_then_it_goes_on_from_its_chec
     assert each_step_once(run, 2)
 
 
+@pytest.mark.slow
 def test_run_when_its_ranks_were_spawned_then_they_are_spawned_again(tmp_path):
     task = Mortal(place=(1, 12), flag=str(tmp_path / "flag"))
     run = train(tmp_path, "run", "ddp", 2, task, start="spawn")

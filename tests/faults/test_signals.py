@@ -91,6 +91,7 @@ def interrupt_training(prewarmed: Prewarmed, folder: Path, target: str, number: 
     return run
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("target", "number"), QUICK)
 def test_signal_when_a_run_is_on_then_nothing_is_lost(target, number, prewarmed, tmp_path, undisturbed):
     run = interrupt_training(prewarmed, tmp_path, target, number)

@@ -144,6 +144,7 @@ def parsing_calls(source: str) -> Iterator[str]:
     yield from (f"{call.lineno}: {ast.unparse(call.func)}" for call in calls if ast.unparse(call.func) in PARSERS)
 
 
+@pytest.mark.slow
 def test_texts_of_others_when_parsed_then_the_one_reader_does_it() -> None:
     package = ROOT / "src/dure"
     parsing = {

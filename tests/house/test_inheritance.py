@@ -49,6 +49,7 @@ def too_deep(sources: dict[str, str]) -> list[str]:
     return [f"{module}:{name}" for module, name in bases if levels(bases, (module, name)) > MOST_LEVELS]
 
 
+@pytest.mark.slow
 def test_classes_when_their_bases_are_counted_then_none_is_deeper_than_three() -> None:
     paths = {path: ".".join(path.relative_to(SOURCE).with_suffix("").parts) for path in (SOURCE / "dure").rglob("*.py")}
     assert too_deep({name: path.read_text(encoding="utf-8") for path, name in paths.items()}) == []

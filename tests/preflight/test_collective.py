@@ -51,6 +51,7 @@ def test_ranks_when_all_is_well_then_every_pair_comes_through(odd, backend):
     assert f"over {'cpu:' * (backend == 'dure_shm')}{backend}: sums right, 3 broadcasts, 3 pair(s)" in found.seen
 
 
+@pytest.mark.slow
 def test_seconds_when_nodes_measured_different_ones_then_all_report_the_longest(monkeypatch):
     monkeypatch.chdir(ROOT)
     monkeypatch.setenv("ODD_RANK", "be late:1")

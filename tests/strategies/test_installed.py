@@ -64,6 +64,7 @@ def package(tmp_path, monkeypatch):
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_strategy_of_a_package_then_it_trains_as_one_process_and_its_option_is_set_in_every_way(package):
     (package.folder / "run.toml").write_text('strategy = "toy"\n[toy]\npieces = 3\n[fsdp]\nunits = "0"\n')
@@ -82,6 +83,7 @@ def test_strategy_of_a_package_then_it_trains_as_one_process_and_its_option_is_s
         assert largest_difference(weights_of(runs / name), one) < TO_ROUNDING
 
 
+@pytest.mark.slow
 def test_strategy_of_a_package_then_lists_and_help_know_it(package):
     rows = json.loads(package.dure("strategies", "--json").stdout)["strategies"]
     assert [row["name"] for row in rows] == [*STRATEGIES, "toy"]
@@ -92,6 +94,7 @@ def test_strategy_of_a_package_then_lists_and_help_know_it(package):
     assert said.startswith("dure: unknown flag '--toy.pices': did you mean --toy.pieces")
 
 
+@pytest.mark.slow
 def test_strategy_whose_class_cannot_be_imported_then_the_run_says_so_before_any_process_starts(package):
     (package.site / "toy_strategy.py").unlink()
     done = package.dure("train", TASK, *STEPS, "--nproc", "2", "--strategy", "toy")

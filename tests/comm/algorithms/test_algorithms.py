@@ -34,6 +34,7 @@ from tests.comm.gloo_ranks import on_ranks
 WORLD_SIZES = range(1, 9)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("world_size", WORLD_SIZES)
 def test_every_algorithm_over_gloo_sends_its_formula_and_agrees_with_torch(world_size):
     stride = 1 if world_size < 3 else 2 if world_size < 5 else 7  # many processes on few cores take long

@@ -50,6 +50,7 @@ def reduce_everything(group):
     return wrong, digest.hexdigest()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("world_size", range(1, 9))
 def test_shm_then_every_rank_has_gloos_values_by_the_same_bits_and_the_formulas_bytes(world_size):
     answers = on_ranks(world_size, reduce_everything, timeout_seconds=60.0)

@@ -553,6 +553,7 @@ def test_destroy_then_the_group_and_its_thread_are_gone():
 # -- how a program gets at it
 
 
+@pytest.mark.slow
 def test_import_when_torch_comes_later_then_the_backend_is_there_and_torch_was_not_imported():
     code = """
         import sys

@@ -49,12 +49,25 @@ IN_MICROBATCHES = [
 ]
 
 
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """Give each test its cells; without those of `make zoo` where it is not asked for, because they are thousands."""
+    cells = {
+        "test_cell_has_the_verdict_of_the_table": CELLS,
+        "test_cell_in_microbatches_is_exact_declared_or_refused": IN_MICROBATCHES,
+    }.get(metafunc.function.__name__)
+    if cells is None:
+        return
+    expression = metafunc.config.getoption("markexpr")
+    is_zoo = not expression or "zoo" in expression.replace("not zoo", "")
+    chosen = [cell for cell in cells if is_zoo or pytest.mark.zoo not in cell.marks]
+    metafunc.parametrize(("name", "strategy"), chosen)
+
+
 @pytest.fixture(scope="module")
 def references(tmp_path_factory):
     return functools.cache(lambda name: reference_of(FEATURES[name], tmp_path_factory.mktemp("one")))
 
 
-@pytest.mark.parametrize(("name", "strategy"), CELLS)
 def test_cell_has_the_verdict_of_the_table(name, strategy, references, tmp_path):
     feature = FEATURES[name]
     if not is_available(feature):
@@ -65,7 +78,6 @@ def test_cell_has_the_verdict_of_the_table(name, strategy, references, tmp_path)
     assert verdict.kind == known or (known, verdict.kind) == ("declared", "exact"), verdict.detail
 
 
-@pytest.mark.parametrize(("name", "strategy"), IN_MICROBATCHES)
 def test_cell_in_microbatches_is_exact_declared_or_refused(name, strategy, references, tmp_path):
     feature = FEATURES[name]
     if not is_available(feature):

@@ -41,6 +41,7 @@ def test_script_when_it_has_no_guard_then_ranks_are_forked_without_reading_it_ag
 THREAD = "threading.Thread(target=threading.Event().wait, daemon=True, name='mine').start()"
 
 
+@pytest.mark.slow
 def test_script_when_threads_run_then_ranks_are_spawned(prewarmed, tmp_path):
     guarded = ["if __name__ == '__main__':", f"    {THREAD}", f"    print({CALL}.status)"]
     command = prewarmed.run(tmp_path, script=script(tmp_path, "print('read')", *guarded))
@@ -48,6 +49,7 @@ def test_script_when_threads_run_then_ranks_are_spawned(prewarmed, tmp_path):
     assert "read" in (tmp_path / "runs/run/logs/rank1.log").read_text()  # a fresh interpreter read the file again
 
 
+@pytest.mark.slow
 def test_script_when_ranks_are_spawned_and_it_has_no_guard_then_the_cure_is_named(prewarmed, tmp_path):
     command = prewarmed.run(tmp_path, script=script(tmp_path, THREAD, CALL))
     assert command.code == 1  # an exception that the script does not catch
@@ -55,6 +57,7 @@ def test_script_when_ranks_are_spawned_and_it_has_no_guard_then_the_cure_is_name
     assert not (tmp_path / "runs/run").exists()
 
 
+@pytest.mark.slow
 def test_script_when_another_thread_calls_then_it_trains_too(prewarmed, tmp_path):
     lines = [
         "if __name__ == '__main__':",
@@ -112,6 +115,7 @@ def test_fork_safety_when_torch_has_computed_with_threads_then_it_is_seen(prewar
     assert second.startswith("start is fork but torch has already computed")
 
 
+@pytest.mark.slow
 def test_runs_when_two_begin_at_once_then_both_end_well(prewarmed, tmp_path):
     commands = [prewarmed.start(tmp_path, "train", f"{TASK}:Faulty", "--nproc", 2, *SMALL) for _ in range(2)]
     assert [command.wait() for command in commands] == [0, 0]
@@ -145,6 +149,7 @@ def test_command_when_it_is_stopped_while_it_imports_then_its_code_says_so(numbe
     assert not (tmp_path / "runs").exists()
 
 
+@pytest.mark.slow
 def test_output_when_its_reader_goes_away_then_the_run_goes_on(tmp_path):
     words = [sys.executable, "-m", "dure", "train", f"{TASK}:Faulty", "--nproc", "2", "--epochs", "2", "--name", "run"]
     with subprocess.Popen(words, cwd=tmp_path, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE) as command:

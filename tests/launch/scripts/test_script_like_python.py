@@ -69,6 +69,7 @@ def test_script_when_it_looks_around_in_a_fork_then_finds_what_python_gives_it(w
     assert run.out.splitlines()[1:] == ["left first", "left last"]
 
 
+@pytest.mark.slow
 def test_script_when_one_of_two_ranks_looks_at_its_streams_then_they_are_as_python_has_them(tmp_path):
     text = "import sys\nprint([(s.encoding, s.errors, s.mode) for s in (sys.stdout, sys.stderr, sys.stdin)])"
     script = write(tmp_path, text)
@@ -265,6 +266,7 @@ def test_script_when_it_only_starts_another_one_then_that_is_the_rank(prewarmed,
     assert run.out.splitlines() == ["as given 2.0"] * 2, run.err
 
 
+@pytest.mark.slow
 def test_environment_when_compared_with_torchrun_then_only_what_is_said_here_differs(prewarmed, tmp_path):
     write(tmp_path, "import json, os\nprint(json.dumps(dict(os.environ)), flush=True)\n")
     ours = json.loads(prewarmed.run(tmp_path, "run", "--nproc=1", "script.py").out)

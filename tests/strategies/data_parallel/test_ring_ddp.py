@@ -174,6 +174,7 @@ OPTIONS = [
 ALGORITHMS = ("naive", "star", "halving_doubling", "tree", "hierarchical", "backend")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("strategy", "comm"), [*(("ring_ddp", name) for name in ALGORITHMS), ("naive_ddp", "hierarchical")]
 )
@@ -183,6 +184,7 @@ def test_weights_by_any_algorithm_equal_one_process(strategy, comm, trained, tmp
     assert largest_difference(weights_of(run), one) < TO_ROUNDING
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", OPTIONS, ids=repr)
 def test_weights_under_any_of_apex_options_equal_one_process(options, trained, tmp_path):
     one = weights_of(trained(Regression(kind="tokens"), **STEPS))
@@ -192,6 +194,7 @@ def test_weights_under_any_of_apex_options_equal_one_process(options, trained, t
     assert largest_difference(weights_of(run), one) < TO_ROUNDING
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("strategy", ["ring_ddp", "naive_ddp"])
 def test_parameters_that_some_or_all_leave_unused_stay_as_on_one_device(strategy, trained, tmp_path):
     task = Branching(never=True, optimizer="adamw")

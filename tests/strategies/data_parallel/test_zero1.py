@@ -229,6 +229,7 @@ class ReachesIntoOptimizer(Regression):
         return factor
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("replaces_state", [False, True])
 def test_a_schedule_that_sets_attributes_and_state_sets_those_of_the_tasks_optimizer(replaces_state, tmp_path):
     task = ReachesIntoOptimizer(replaces_state=replaces_state)
@@ -246,6 +247,7 @@ class Unscheduled(Grouped):
         return Decaying(model.parameters(), lr=0.3)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("saved", "resumed_as"), [("zero1", "zero1"), ("zero1", "ddp"), ("ddp", "zero1")])
 def test_what_the_optimiser_keeps_in_its_groups_goes_through_a_checkpoint(saved, resumed_as, tmp_path):
     whole = train_case(tmp_path, Unscheduled(), saved, 2, **SETTINGS)
@@ -253,6 +255,7 @@ def test_what_the_optimiser_keeps_in_its_groups_goes_through_a_checkpoint(saved,
     assert largest_difference(weights_of(run), weights_of(whole)) < TO_ROUNDING
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way", ["groups", "own class", "named", "adagrad"])
 def test_weights_with_any_groups_and_class_equal_one_process(way, trained, tmp_path):
     task = Grouped(way=way)
@@ -261,6 +264,7 @@ def test_weights_with_any_groups_and_class_equal_one_process(way, trained, tmp_p
     assert largest_difference(weights_of(run), one) < TO_ROUNDING
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("elsewhere", ["single", "ddp", "zero1"])
 def test_a_checkpoint_of_groups_with_frozen_parameters_goes_on_anywhere(elsewhere, tmp_path):
     whole = train_case(tmp_path, Grouped(), "zero1", 3, **SETTINGS)
@@ -269,6 +273,7 @@ def test_a_checkpoint_of_groups_with_frozen_parameters_goes_on_anywhere(elsewher
     assert largest_difference(weights_of(run), weights_of(whole)) < TO_ROUNDING
 
 
+@pytest.mark.slow
 def test_every_rank_writes_its_own_part_into_a_checkpoint(tmp_path):
     run = train_case(tmp_path, Regression(optimizer="adamw"), "zero1", 3, **STEPS)
     checkpoint = next((run / "checkpoints").glob("samples-*"))
@@ -279,6 +284,7 @@ def test_every_rank_writes_its_own_part_into_a_checkpoint(tmp_path):
     }  # fmt: skip
 
 
+@pytest.mark.slow
 def test_ranks_skip_the_same_steps_as_ddp_when_fp16_overflows(tmp_path):
     task = Steep(dtype="float32", optimizer="adamw")
     settings = {"precision": "fp16", "microbatch_size": 1, **HALF_STEPS}

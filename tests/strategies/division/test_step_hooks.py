@@ -119,6 +119,7 @@ def test_hooks_where_every_rank_has_all_parameters_then_their_work_is_that_of_on
     assert many["steps"] == one["steps"] == NUM_STEPS
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", [{"is_global": True}, {"frozen": True, "through": "own"}, {"late": True}])
 def test_other_hooks_when_the_optimizer_is_divided_then_their_work_is_that_of_one_process(options, trained, tmp_path):
     # a process of its own for each: a global hook stays registered
@@ -167,6 +168,7 @@ def test_hooks_when_registered_as_training_begins_then_are_refused_too(strategy,
         train_case(tmp_path, WithHooks(late=True), strategy, 2, **STEPS)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("strategy", LOCAL)
 def test_hooks_where_ranks_train_by_themselves_then_the_record_says_so(strategy, tmp_path):
     told = {}

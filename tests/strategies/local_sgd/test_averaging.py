@@ -46,6 +46,7 @@ def sgd(model: nn.Module) -> SGD:
 # --- what it computes
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("strategy", LOCAL)
 def test_warm_up_equals_ddp(strategy, trained, tmp_path):
     task = Regression(kind="tokens", optimizer="adamw")
@@ -61,6 +62,7 @@ class Plain(Regression):
         return SGD(model.parameters(), lr=0.1, weight_decay=0.01)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["mean", "tokens"])
 def test_averaging_every_step_of_plain_sgd_equals_ddp_however_uneven_the_shares(kind, trained, tmp_path):
     settings = {**STEPS, "clip_norm": None, "microbatch_size": 2}
@@ -244,6 +246,7 @@ class Signalled(Regression):
         return super().loss(model, batch)
 
 
+@pytest.mark.slow
 def test_a_signal_to_one_rank_stops_all_at_the_next_averaging_and_nothing_is_lost(tmp_path):
     settings = {**STEPS, "average_every": 8, "record_samples": True}
     with pytest.raises(Interrupted, match="continue with") as caught:
@@ -310,6 +313,7 @@ def test_a_share_that_counts_nothing_is_no_failure(tmp_path):
 # --- going on
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("strategy", LOCAL)
 def test_resume_in_the_same_place_is_bit_equal_with_dropout(strategy, tmp_path):
     task = Regression(dtype="float32", dropout=0.3, kind="tokens", optimizer="adamw")
@@ -335,6 +339,7 @@ class Steep(Regression):
         return dure.Sum(loss.total * self.steepness * self.num_items, loss.count * self.num_items)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("strategy", "steepness", "num_items"),
     [("averaging", 300.0, 1.0), ("diloco", 1.0, 1000.0)],
@@ -350,6 +355,7 @@ def test_resume_in_fp16_goes_on_with_one_scale_and_expected_count(strategy, stee
     assert are_same_bits(weights_of(run), weights_of(whole))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("strategy", LOCAL)
 def test_resume_with_batchnorm_is_bit_equal(strategy, tmp_path):
     whole = train_case(tmp_path, Normalised(dtype="float32"), strategy, 2, average_every=3, **SETTINGS)
@@ -357,12 +363,14 @@ def test_resume_with_batchnorm_is_bit_equal(strategy, tmp_path):
     assert are_same_bits(weights_of(run), weights_of(whole))
 
 
+@pytest.mark.slow
 def test_a_deterministic_run_repeats_bit_by_bit(tmp_path):
     task, settings = Regression(dtype="float32", dropout=0.3), {**STEPS, "average_every": 5, "deterministic": True}
     runs = [train_case(tmp_path, task, "averaging", 2, **settings) for _ in range(2)]
     assert are_same_bits(*map(weights_of, runs))
 
 
+@pytest.mark.slow
 def test_steps_are_counted_over_the_whole_run_so_a_resumed_one_averages_where_it_would_have(tmp_path):
     settings = {**SETTINGS, "average_every": 5, "comm": "ring"}
     whole = train_case(tmp_path, Regression(), "ddp", 2, **SETTINGS)

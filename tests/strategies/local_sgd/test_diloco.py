@@ -50,6 +50,7 @@ def test_weights_equal_those_of_as_many_models_with_an_outer_step_by_hand(
     assert largest_difference(weights_of(run), expected) < TO_ROUNDING
 
 
+@pytest.mark.slow
 def test_an_outer_rate_of_one_without_momentum_is_averaging(tmp_path):
     averaged = weights_of(train_case(tmp_path, Regression(), "averaging", 3, average_every=4, **STEPS))
     plain = {"outer_lr": 1.0, "outer_momentum": 0.0}
@@ -111,6 +112,7 @@ def test_anchor_and_momentum_go_through_a_checkpoint(momentum):
     assert found == ([[[2.0, 2.0]]], {"weight": [[3.0, 3.0]]} if momentum else {})
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("samples", [28, 44])
 def test_its_checkpoint_goes_on_under_averaging_and_back(samples, tmp_path):
     whole = train_case(tmp_path, Regression(), "diloco", 2, average_every=3, **SETTINGS)

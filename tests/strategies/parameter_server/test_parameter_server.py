@@ -129,6 +129,7 @@ def test_memory_when_divided_then_a_server_has_its_share_of_weights_and_state_an
 # --- exact in step
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("servers", "transport"), [(1, "rpc"), (3, "c10d")])
 def test_weights_with_other_than_as_many_servers_as_workers_equal_one_process(servers, transport, trained, tmp_path):
     one = weights_of(trained(Regression(kind="tokens"), **STEPS))
@@ -147,6 +148,7 @@ class Chosen(Regression):
         return getattr(torch.optim, self.name)(groups)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["Adagrad", "Adafactor", "NAdam"])
 def test_weights_under_an_optimiser_with_state_from_the_start_or_of_whole_tensors_equal_one_process(name, tmp_path):
     """Adagrad makes its state when it is built; Adafactor looks at whole matrices, which are not cut then."""
@@ -155,6 +157,7 @@ def test_weights_under_an_optimiser_with_state_from_the_start_or_of_whole_tensor
     assert largest_difference(weights_of(run), one) < TO_ROUNDING
 
 
+@pytest.mark.slow
 def test_weights_with_parameters_that_some_steps_leave_unused_equal_one_process(tmp_path):
     task = Branching(never=True)
     one = weights_of(train_case(tmp_path, task, **STEPS))
@@ -162,6 +165,7 @@ def test_weights_with_parameters_that_some_steps_leave_unused_equal_one_process(
     assert largest_difference(weights_of(run), one) < TO_ROUNDING
 
 
+@pytest.mark.slow
 def test_bytes_when_counted_then_each_worker_sends_g_and_all_servers_together_p_w(tmp_path):
     run = train_case(tmp_path, Digits(), "parameter_server", 3, servers=2, samples=640, global_batch_size=64)
     sent = [records_of(run, rank)[-1]["sent_bytes"] for rank in range(5)]
@@ -175,6 +179,7 @@ def test_bytes_when_counted_then_each_worker_sends_g_and_all_servers_together_p_
 # --- at their own pace
 
 
+@pytest.mark.slow
 def test_weights_of_one_worker_at_its_own_pace_equal_one_process(trained, tmp_path):
     """Nobody changes the weights meanwhile, so every gradient is of the weights that it is applied to."""
     task = Regression(kind="tokens", optimizer="adamw")
@@ -193,6 +198,7 @@ class Gentle(Regression):
         return None
 
 
+@pytest.mark.slow
 def test_a_step_of_all_workers_at_their_own_pace_moves_the_weights_as_far_as_one_together(tmp_path):
     settings = {"global_batch_size": 7, "seed": 5}
     short = weights_of(train_case(tmp_path, Gentle(), samples=7, **settings))
@@ -208,6 +214,7 @@ class LinearDigits(Digits):
         return nn.Sequential(nn.Flatten(), nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 10))
 
 
+@pytest.mark.slow
 @pytest.mark.alone
 @pytest.mark.parametrize(("precision", "transport"), [("fp16", "c10d"), ("fp32", "rpc")])
 def test_digits_are_learned_by_two_workers_at_their_own_pace(precision, transport, tmp_path):
@@ -233,6 +240,7 @@ class Slow(Regression):
         return super().loss(model, batch)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("staleness", [0, 3])
 def test_no_worker_is_ahead_of_a_slow_one_by_more_than_the_bound_over_200_steps(staleness, tmp_path):
     settings = {"samples": 200 * 6, "global_batch_size": 6, "record_samples": True, "num_samples": 60}
@@ -250,6 +258,7 @@ def test_no_worker_is_ahead_of_a_slow_one_by_more_than_the_bound_over_200_steps(
     assert list(samples_by_epoch(run)) == [list(range(60))] * 20
 
 
+@pytest.mark.slow
 @pytest.mark.alone
 def test_a_worker_without_a_bound_runs_ahead_until_they_meet(tmp_path):
     # 0.2 s, not milliseconds: on a busy machine the fast one's own steps take tens of them
@@ -259,6 +268,7 @@ def test_a_worker_without_a_bound_runs_ahead_until_they_meet(tmp_path):
     assert [len(records_of(run, rank)) for rank in range(4)] == [22] * 4
 
 
+@pytest.mark.slow
 def test_checkpoints_that_one_worker_asks_for_by_the_clock_are_made_by_all_at_one_step(tmp_path):
     run = train_case(
         tmp_path, Slow(), "parameter_server", 2, sync=False, epochs=4, global_batch_size=4,
@@ -268,6 +278,7 @@ def test_checkpoints_that_one_worker_asks_for_by_the_clock_are_made_by_all_at_on
     assert len(set(saved)) > 4  # beside those at the ends of epochs
 
 
+@pytest.mark.slow
 def test_a_run_at_their_own_pace_goes_on_in_step_or_elsewhere_with_its_weights_and_state(tmp_path):
     task = Regression(optimizer="adamw", kind="tokens")
     whole = train_case(tmp_path, task, "parameter_server", 2, sync=False, staleness=1, **SETTINGS)

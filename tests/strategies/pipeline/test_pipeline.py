@@ -159,6 +159,7 @@ class Mixing(Regression):
         return super().loss(model, (x, y, mask))
 
 
+@pytest.mark.slow
 def test_what_the_loss_draws_is_the_same_for_the_first_and_the_last_stage(tmp_path):
     """One process draws the first microbatch's numbers from the same state; later states differ."""
     steps = {"global_batch_size": 44, "samples": 44, "microbatch_size": 44, "seed": 3}
@@ -238,6 +239,7 @@ class Wrapped(Regression):
         return {"error": dure.Sum((model(x, mask=mask).logits - y).abs().sum(), y.numel())}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("strategy", "nproc", "settings"), [
     ("pipeline", 3, {"microbatch_size": 2}), ("pipeline", 2, {"schedule": "interleaved"}),
     ("pipeline", 2, {"cuts": "head"}), ("model_parallel", 3, {}),
@@ -290,6 +292,7 @@ class ChangesBatch(Regression):
         return {}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("settings", [{}, {"schedule": "interleaved"}], ids=str)
 def test_a_loss_and_a_model_that_change_their_batch_equal_one_process(settings, tmp_path):
     one, many = [
@@ -310,6 +313,7 @@ class Partial(Regression):
         return torch.optim.AdamW(model[-1].parameters(), lr=0.01)
 
 
+@pytest.mark.slow
 def test_a_stage_without_anything_to_train_steps_along(trained, tmp_path):
     task = Partial(layered=True, dtype="float32", kind="tokens")
     settings = {"precision": "fp16", "clip_norm": 0.1, "microbatch_size": 2, **STEPS}
@@ -325,6 +329,7 @@ class Frozen(Regression):
         return model
 
 
+@pytest.mark.slow
 def test_a_frozen_first_stage_gets_gradients_that_it_does_not_need(tmp_path):
     task = Frozen(layered=True)
     one = weights_of(train_case(tmp_path, task, **STEPS))
@@ -340,6 +345,7 @@ class Steep(Regression):
         return super().loss(model, batch) * 3000.0
 
 
+@pytest.mark.slow
 def test_all_stages_skip_the_steps_in_which_one_overflows(tmp_path):
     task = Steep(layered=True, dtype="float32")
     settings = {"precision": "fp16", "microbatch_size": 2, "clip_norm": 0.5, "global_batch_size": 7, "samples": 130}
@@ -365,6 +371,7 @@ class Branching(Regression):
         return nn.Sequential(Sometimes(), nn.Tanh(), Sometimes())
 
 
+@pytest.mark.slow
 def test_parameters_that_no_replica_used_are_left_alone_as_on_one_device(tmp_path):
     """Weight decay would shrink them if they had a gradient of zeros."""
     steps = {**STEPS, "microbatch_size": 1}
@@ -439,6 +446,7 @@ class NotEvaluated(ReadingOfLast):
         return None
 
 
+@pytest.mark.slow
 def test_weights_of_the_last_stage_when_only_training_reads_them_then_equal_one_process(tmp_path):
     task = NotEvaluated(layered=True)
     one, run = (
@@ -483,6 +491,7 @@ class Shortcut(Regression):
         return Skipping()
 
 
+@pytest.mark.slow
 def test_a_cut_over_which_another_value_goes_is_refused_with_its_name(tmp_path):
     said = "strategy is pipeline: no section can begin with c: what a gives is needed again after b, where add uses it"
     with pytest.raises(WorkerFailed, match=said) as caught:

@@ -104,6 +104,7 @@ def test_weights_that_the_loss_alone_uses_equal_one_process(tmp_path):
     assert largest_difference(weights_of(train_case(tmp_path, Weighted(), "rpc_model", 2, **STEPS)), one) < TO_ROUNDING
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("nproc", [2, 3])
 def test_weights_of_a_model_with_code_between_its_blocks_equal_one_process(nproc, trained, tmp_path):
     one = weights_of(trained(Branched(), **STEPS))
@@ -111,6 +112,7 @@ def test_weights_of_a_model_with_code_between_its_blocks_equal_one_process(nproc
     assert largest_difference(weights_of(run), one) < TO_ROUNDING
 
 
+@pytest.mark.slow
 def test_weights_with_batchnorm_equal_one_process(tmp_path):
     """Every section sees the whole microbatch, so statistics are those of one process."""
     one = weights_of(train_case(tmp_path, Normalised(), **STEPS))
@@ -119,6 +121,7 @@ def test_weights_with_batchnorm_equal_one_process(tmp_path):
     assert largest_difference(many, one) < TO_ROUNDING
 
 
+@pytest.mark.slow
 def test_a_section_without_parameters_keeps_the_scale_of_the_others(tmp_path):
     class Bare(Regression):
         def build_model(self):

@@ -105,6 +105,7 @@ def test_sections_of_known_models_cut_at_every_place_give_the_same_bits(name):
         assert torch.equal(in_sections(model, seen, plan_of(seen, *places)), model(*args))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["gpt", "alexnet", "transformer"])
 def test_rehearsed_gradients_of_known_models_are_those_of_the_whole(name):
     build, args = MODELS[name]

@@ -164,6 +164,7 @@ def test_sent_bytes_are_what_the_process_groups_are_given(num_ranks, mesh, micro
 # weights
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("num_ranks", "settings"),
     [
@@ -186,6 +187,7 @@ def test_weights_under_any_setting_equal_one_process(num_ranks, settings, traine
     assert len(evaluated_digests(digests)) == 1
 
 
+@pytest.mark.slow
 def test_weights_with_any_groups_and_class_of_optimiser_equal_one_process(trained, tmp_path):
     task = Grouped(way="all")
     one = weights_of(trained(task, **STEPS))
@@ -193,6 +195,7 @@ def test_weights_with_any_groups_and_class_of_optimiser_equal_one_process(traine
     assert largest_difference(weights_of(run), one) < TO_ROUNDING
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("has_torchs_own_way", [True, False])
 def test_parameters_that_some_ranks_or_none_use_give_the_weights_of_one_process(
     has_torchs_own_way, trained, tmp_path, monkeypatch
@@ -228,12 +231,14 @@ class Encoder(nn.Module):
         return self.main(x)
 
 
+@pytest.mark.slow
 def test_a_task_may_use_parameters_outside_the_units_in_any_way(tmp_path):
     one = weights_of(train_case(tmp_path, Encoded(), **STEPS))
     run = train_case(tmp_path, Encoded(), "fsdp", 2, **STEPS)
     assert largest_difference(weights_of(run), one) < TO_ROUNDING
 
 
+@pytest.mark.slow
 def test_activation_checkpointing_draws_the_same_dropout_and_leaves_batchnorm_alone(tmp_path):
     settings = {"units": "2,3,4", "deterministic": True, **STEPS}
     for task in (Regression(layered=True, dropout=0.5), Normalised(dropout=0.5, num_samples=45)):
@@ -297,6 +302,7 @@ def test_no_halves_of_whole_weights_are_kept_for_backward():
         assert set(sizes) == {0}
 
 
+@pytest.mark.slow
 def test_ranks_skip_the_same_steps_when_fp16_overflows_in_any_shard(tmp_path):
     digests = tmp_path / "digests"
     digests.mkdir()
@@ -309,6 +315,7 @@ def test_ranks_skip_the_same_steps_when_fp16_overflows_in_any_shard(tmp_path):
 # checkpoints
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("saved", "num_saved", "mesh", "elsewhere", "num_elsewhere", "other_mesh"),
     [
@@ -327,6 +334,7 @@ def test_resume_elsewhere_ends_with_the_same_weights(
     assert largest_difference(weights_of(run), weights_of(whole)) < TO_ROUNDING
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("num_ranks", "settings"),
     [(4, {"mesh": "replica=2,shard=2", "units": "*", "activation_checkpointing": True}),
@@ -499,6 +507,7 @@ def test_the_start_says_what_is_gathered_together():
     ]
 
 
+@pytest.mark.slow
 def test_halves_and_dropout_are_told_as_not_preserved_only_where_there_are_some(tmp_path):
     def told(**settings: Any) -> str:
         task = Regression(dtype="float32", dropout=settings.pop("dropout", 0.0))

@@ -128,6 +128,7 @@ class Attending(Regression):
 # weights
 
 
+@pytest.mark.slow
 def test_weights_of_a_transformer_written_in_any_way_equal_one_process():
     ways = [
         *(("apart", way) for way in ("", "by hand", "masked")),
@@ -137,6 +138,7 @@ def test_weights_of_a_transformer_written_in_any_way_equal_one_process():
     assert_all_exact([(partial(Transformer, *way), lambda: mean_square) for way in ways])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("model", "way", "num_ranks", "mesh"),
     [("apart", "by hand", 3, None), ("fused", "viewed", 4, "data=2,tensor=2")],
@@ -181,6 +183,7 @@ def test_weights_under_any_mesh_equal_one_process(num_ranks, settings, trained, 
     assert len(evaluated_digests(digests)) == 1
 
 
+@pytest.mark.slow
 def test_weights_with_any_groups_and_class_of_optimiser_equal_one_process(trained, tmp_path):
     task = Grouped(way="all")
     one = weights_of(trained(task, **STEPS))
@@ -188,6 +191,7 @@ def test_weights_with_any_groups_and_class_of_optimiser_equal_one_process(traine
     assert largest_difference(weights_of(run), one) < TO_ROUNDING
 
 
+@pytest.mark.slow
 def test_parameters_that_some_data_ranks_or_none_use_give_the_weights_of_one_process(tmp_path):
     task = Branching(never=True, optimizer="adamw")
     steps = {**STEPS, "samples": 44}
@@ -217,6 +221,7 @@ class Sieve(nn.Module):
         return self.dropout(self.fc2(hidden))
 
 
+@pytest.mark.slow
 def test_a_tensor_group_drops_what_one_device_drops(trained, tmp_path):
     one = trained(Dropping(), **STEPS)
     run = train_case(tmp_path, Dropping(), "tensor_parallel", 3, **STEPS)
@@ -269,6 +274,7 @@ def test_ranks_hold_their_parts_of_what_is_divided_and_the_rest(num_ranks):
     assert on_ranks(num_ranks, work) == expected
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("num_ranks", "mesh"), [(1, None), (3, None), (4, "data=2,tensor=2")])
 def test_sent_bytes_are_what_the_process_groups_are_given(num_ranks, mesh):
     plans = [None, "0=vocab,1=gathered,3=row", "1=column,3=gathered"]
@@ -315,6 +321,7 @@ def test_three_layers_with_one_input_send_its_gradient_once():
 # halves
 
 
+@pytest.mark.slow
 def test_ranks_skip_the_same_steps_when_fp16_overflows_in_any_part(tmp_path):
     digests = tmp_path / "digests"
     digests.mkdir()
@@ -328,6 +335,7 @@ def test_ranks_skip_the_same_steps_when_fp16_overflows_in_any_part(tmp_path):
 # checkpoints
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("saved", "num_saved", "mesh", "elsewhere", "num_elsewhere", "other_mesh"),
     [
@@ -346,6 +354,7 @@ def test_resume_elsewhere_ends_with_the_same_weights(
     assert largest_difference(weights_of(run), weights_of(whole)) < TO_ROUNDING
 
 
+@pytest.mark.slow
 def test_resume_in_the_same_place_is_bit_equal_with_dropout(tmp_path):
     settings = {"mesh": "data=2,tensor=2", "precision": "fp16", "deterministic": True}
     task = Regression(dtype="float32", dropout=0.3, kind="tokens", optimizer="adamw", layered=True)
@@ -418,6 +427,7 @@ def test_the_start_says_what_is_divided_and_what_is_not():
     assert note.startswith("block.self_attn whole: nn.MultiheadAttention keeps")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("mesh", "num_texts"), [("tensor=4", 0), ("data=2,tensor=2", 1)])
 def test_what_is_not_preserved_depends_on_the_data_ranks(mesh, num_texts, tmp_path):
     summary = dure.train(
@@ -427,6 +437,7 @@ def test_what_is_not_preserved_depends_on_the_data_ranks(mesh, num_texts, tmp_pa
     assert len(summary.not_preserved) == num_texts
 
 
+@pytest.mark.slow
 def test_dropout_inside_attention_then_its_draws_are_declared(tmp_path):
     run = train_case(tmp_path, Attending(way="dropping"), "tensor_parallel", 2, global_batch_size=7, samples=14)
     (text,) = json.loads((run / "summary.json").read_text())["not_preserved"]

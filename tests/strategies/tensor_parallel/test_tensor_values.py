@@ -178,6 +178,7 @@ class ChangedParts(Pair):
         return torch.nn.Hardshrink()(hidden).clamp_(-1, 1)
 
 
+@pytest.mark.slow
 def test_values_that_are_changed_in_place_are_exact():
     cases = (ChangedInput, ChangedLayers, ChangedAttention, ChangedParts)
     assert_all_exact([(build, lambda: mean_square) for build in cases])
@@ -266,6 +267,7 @@ class Penalised(Regression):
         return functional.mse_loss(out, y) + gradient.square().sum() / len(x)
 
 
+@pytest.mark.slow
 def test_a_penalty_on_gradients_is_exact_over_data_and_tensor_ranks(tmp_path):
     settings = {"global_batch_size": 7, "samples": 28, "seed": 5}
     one = weights_of(train_case(tmp_path, Penalised(layered=True), **settings))
@@ -293,6 +295,7 @@ class Recomputing(nn.Module):
         return checkpoint(self.block, self.inputs(x), use_reentrant=self.reentrant)
 
 
+@pytest.mark.slow
 def test_what_is_computed_again_in_backward_is_what_it_was():
     assert_all_exact([(lambda kind=kind: Recomputing(kind), lambda: mean_square) for kind in (True, False)])
 
@@ -374,6 +377,7 @@ class HandTied(Words):
         return functional.linear(self.hidden(x), self.embedding.weight) + self.hidden(x) @ self.embedding.weight.t()
 
 
+@pytest.mark.slow
 def test_plain_parameters_among_divided_values_get_the_gradients_of_all_ranks():
     models = [NormedQueries, Biased, BiasedBelow, BiasedAlike, Caching, Scaled, Residual, HandTied]
     assert_all_exact([(model, lambda: mean_square) for model in models])
@@ -437,6 +441,7 @@ def pair_with(operation: Any) -> Any:
     return build
 
 
+@pytest.mark.slow
 def test_any_operation_on_divided_values_is_that_of_the_whole():
     assert_all_exact([(pair_with(operation), lambda: mean_square) for operation in OPERATIONS.values()])
 
@@ -456,6 +461,7 @@ DRAWS = [
 ]
 
 
+@pytest.mark.slow
 def test_random_numbers_for_divided_values_are_those_of_one_device():
     assert_all_exact([(pair_with(draw), lambda: mean_square) for draw in DRAWS])
 
@@ -508,6 +514,7 @@ def functional_call(model: nn.Module, x: Tensor) -> Tensor:
     return torch.func.functional_call(model, doubled, x).square().mean()
 
 
+@pytest.mark.slow
 def test_a_loss_may_use_and_change_the_weights_in_any_way():
     losses = [max_norm, decayed, normed, of_layers, of_a_copy, functional_call]
     assert_all_exact([*((Pair, lambda loss=loss: loss) for loss in losses), (Pair, lambda: Averages().loss)])
@@ -563,6 +570,7 @@ class TiedThrough(nn.Module):
         return self.predictions.decoder(torch.tanh(self.dense(self.embedding(ids) + x)))
 
 
+@pytest.mark.slow
 def test_weights_that_are_held_hooked_made_or_shared_in_other_ways_are_exact():
     models = [Aliasing, Hooked, Overridden, Pruned, Keyword, TiedThrough]
     assert_all_exact([(model, lambda: mean_square) for model in models])
@@ -618,6 +626,7 @@ class Measured(Regression):
         return {"norm": dure.Sum(model[0].weight.norm(), 1), "first": dure.Sum(model[0](batch[0]).sum(), len(batch[0]))}
 
 
+@pytest.mark.slow
 def test_an_evaluation_of_what_is_divided_is_that_of_one_process(tmp_path):
     settings = {"runs_dir": tmp_path, "start": "fork", "quiet": True, "samples": 14, "threads": 1}
     one = dure.train(Measured(), strategy="single", **settings)

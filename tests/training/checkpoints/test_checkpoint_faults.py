@@ -98,6 +98,7 @@ def test_manifest_when_it_names_a_file_outside_or_contradicts_itself_is_refused(
             Checkpoint.read(path)
 
 
+@pytest.mark.slow
 def test_checkpoint_when_somebody_made_it_to_do_harm_is_refused_and_memory_does_not_grow(tmp_path):
     paths = [save_at(new_store(tmp_path / lie)[0], 8).path for lie in malice.LIES]
     for path, lie in zip(paths, malice.LIES.values(), strict=True):
@@ -213,6 +214,7 @@ for samples in range(8, 10**6, 8):
 """
 
 
+@pytest.mark.slow
 def test_process_when_killed_at_random_moments_leaves_a_good_checkpoint_each_time(tmp_path):
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
     choose = random.Random(21)

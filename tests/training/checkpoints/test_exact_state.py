@@ -176,6 +176,7 @@ def test_run_when_no_checkpoint_could_hold_its_state_ends_after_its_first_step(t
     assert len(records_of(tmp_path / "run")) == 1
 
 
+@pytest.mark.slow
 def test_run_when_resumed_by_ranks_that_must_draw_alike_and_drew_unequally_before_then_it_goes_on(tmp_path):
     task, same = Faulty(num_samples=32, width=12), {"nproc": 2, "quiet": True, "threads": 1, "device": "cpu"}
     # rank 0 alone calls the model, whose Dropout(0.0) draws without effect

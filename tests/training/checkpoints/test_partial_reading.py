@@ -148,6 +148,7 @@ def held_bytes(checkpoint: Checkpoint) -> dict[str, int]:
     }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("strategy", "model", "optimizer"),
     [("fsdp", 0.7, 0.7), ("zero1", 1.0, 0.7), ("parameter_server", 1.0, 0.7), ("pipeline", 0.7, 0.7)],

@@ -166,6 +166,7 @@ def until(condition, draw):
     return drawn
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "changed",
     [

@@ -38,6 +38,7 @@ class Late(Averaged):
         return super().loss(model, batch)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("task", "told"), [(Averaged, []), (Late, ["late"])])
 def test_state_that_a_hook_on_the_step_changes_is_not_said_to_be_changed_by_each_part(task, told, tmp_path):
     run = train_case(tmp_path, task(), "ddp", 2, epochs=20, global_batch_size=8)

@@ -187,6 +187,7 @@ class UsesState(Regression):
 STATE = {"global_batch_size": 7, "samples": 70, "seed": 4}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("strategy", ["zero1", "fsdp", "parameter_server"])
 def test_schedule_that_reads_the_optimizers_state_is_refused_where_ranks_have_parts_of_it(strategy, tmp_path):
     with pytest.raises(
@@ -223,6 +224,7 @@ def test_metrics_that_give_weights_other_memory_are_refused_where_a_strategy_kee
         train_case(tmp_path, Rebinding(), strategy, 2, **EVALUATED)
 
 
+@pytest.mark.slow
 def test_metrics_that_give_weights_other_memory_change_nothing_elsewhere(tmp_path):
     runs = [train_case(tmp_path, task, "ddp", 2, **EVALUATED) for task in (Regression(), Rebinding())]
     assert largest_difference(*map(weights_of, runs)) == 0
@@ -271,6 +273,7 @@ class SetsVariable(Regression):
         return super().metrics(model, batch)
 
 
+@pytest.mark.slow
 def test_variable_that_metrics_set_is_declared_and_unset_when_training_begins(tmp_path):
     run = train_case(tmp_path, SetsVariable(), "ddp", 2, **STEPS)
     declared = json.loads((run / "summary.json").read_text())["not_preserved"]

@@ -149,6 +149,7 @@ def test_class_when_any_of_its_code_is_another_then_its_digest_is_too(what, tmp_
     assert class_digest(same) == class_digest(other) != class_digest(changed)
 
 
+@pytest.mark.slow
 def test_class_when_a_method_is_replaced_then_its_digest_is_another_and_in_a_fresh_process_it_is_the_same(tmp_path):
     cls, path = class_of(tmp_path)
     code = f"import sys; sys.path.insert(0, {str(tmp_path)!r}); from dure.training.task.digests import class_digest\n"

@@ -371,6 +371,7 @@ def test_object_when_it_is_no_task_then_it_is_refused():
         dure.train(nn.Linear(2, 1))
 
 
+@pytest.mark.slow
 def test_class_when_it_was_changed_after_the_import_then_spawned_ranks_refuse_it(tmp_path):
     script = tmp_path / "script.py"
     script.write_text(

@@ -67,6 +67,7 @@ def begun(tmp_path, prewarmed):
     return write, train
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("change", CHANGES)
 def test_resume_when_the_task_changed_then_is_refused_and_accepted_on_request(change, begun, tmp_path):
     write, train = begun

@@ -779,6 +779,12 @@ def gradient_hooks_of(tensor: Tensor) -> list[Any]:
     return [*(hooks._backward_hooks or {}).values(), *(hooks._post_accumulate_grad_hooks or {}).values()]
 
 
+def has_accumulation_hooks(tensor: Tensor) -> bool:
+    """Return whether a tensor has hooks that are called once its `.grad` has been added to (private in torch)."""
+    hooks: Any = tensor
+    return bool(hooks._post_accumulate_grad_hooks)
+
+
 def keep_gradient_hooks(tensor: Tensor) -> Callable[[], None]:
     """Return a function that removes hooks on a tensor's gradient that are registered later (private in torch)."""
     names = ("_backward_hooks", "_post_accumulate_grad_hooks")

@@ -274,3 +274,21 @@ def test_metrics_that_use_gradients_of_which_a_rank_has_a_part_are_refused(tmp_p
     ) as caught:
         train_case(tmp_path, Looking(layered=True), "rpc_model", 2, **STEPS)
     assert caught.value.exit_code == 2
+
+
+class Centred(Regression):
+    """Subtracts from each gradient its mean, once it is in `.grad`."""
+
+    def build_optimizer(self, model):
+        def centre(parameter):
+            parameter.grad.sub_(parameter.grad.mean())
+
+        for parameter in model.parameters():
+            parameter.register_post_accumulate_grad_hook(centre)
+        return super().build_optimizer(model)
+
+
+def test_hook_when_it_waits_for_a_gradient_in_place_then_the_run_is_refused(tmp_path):
+    with pytest.raises(WorkerFailed, match="which torch's distributed backward does not call") as caught:
+        train_case(tmp_path, Centred(kind="mean", optimizer="sgd", layered=True), "rpc_model", 2, **STEPS)
+    assert caught.value.exit_code == 2

@@ -19,11 +19,12 @@ from torch import Tensor, nn
 
 from dure import torchcompat
 from dure.comm.rpc import agent_name, close_agent, open_agent
-from dure.errors import DureError, TaskInvalid
+from dure.errors import DureError, SpecInvalid, TaskInvalid
 from dure.spec import RunSpec
 from dure.strategies.contract.batch_parts import DataShare
 from dure.strategies.contract.batches import Microbatch, to_device
 from dure.strategies.contract.context import StrategyContext
+from dure.strategies.contract.declarations import few
 from dure.strategies.contract.reduced_facts import reduced_facts
 from dure.strategies.contract.step_facts import Requests, StepFacts
 from dure.strategies.sections.absent_tensors import guarded
@@ -41,6 +42,11 @@ _UNUSED = (
     "for it for ever: let every batch use it, or use pipeline or ddp"
 )
 """Message about a value between sections that backward would not reach."""
+
+_NEVER_ACCUMULATED = (
+    "strategy is rpc_model: {names} have hooks by register_post_accumulate_grad_hook, which torch's distributed "
+    "backward does not call: use register_hook, or pipeline or ddp"
+)
 
 
 class RpcModel(SectionedStrategy):
@@ -101,6 +107,9 @@ class RpcModel(SectionedStrategy):
 
         Communication: rank 0's weights broadcast to all; the agents' rendezvous; a reference to each parameter.
         """
+        hooked = [name for name, p in self.model.named_parameters() if torchcompat.has_accumulation_hooks(p)]
+        if hooked:
+            raise SpecInvalid([_NEVER_ACCUMULATED.format(names=few(hooked))])
         self.group.broadcast([tensor for tensor in self.model.state_dict().values() if isinstance(tensor, Tensor)])
         self.keep([self.group.rank])
         self.evaluated = stand_in(self.model, self._call, self.part.state_dict)

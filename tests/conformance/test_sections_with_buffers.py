@@ -1,13 +1,21 @@
 """Models with buffers, cut into sections: skipped steps and restarts from memory end where one process does."""
 
+import json
 import time
+from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
+from torch import Tensor, nn
 
+import dure
 from dure.training.run_state.snapshot_policy import MemorySaver
 from tests.commands import RunFiles
 from tests.conformance.cases import TO_ROUNDING, largest_difference, train_case, weights_of
 from tests.conformance.tasks import Normalised
+from tests.conformance.zoo.feature import STEPS as SHORT
+from tests.conformance.zoo.feature import ZooTask, chain
 
 STEPS = {"samples": 88, "global_batch_size": 8, "microbatch_size": 8, "seed": 4}
 
@@ -60,3 +68,65 @@ def test_rank_when_killed_then_all_go_on_from_memory_to_the_weights_of_one_proce
     (restart,) = RunFiles(many).events("restart")
     assert restart["step"] == 5
     assert largest_difference(weights_of(one), weights_of(many)) < TO_ROUNDING
+
+
+class Shifted(nn.Sequential):
+    """Layers with a buffer of the whole model, added to the input or to the output."""
+
+    def __init__(self, *, is_added_first: bool) -> None:
+        super().__init__(*chain())
+        self.is_added_first = is_added_first
+        self.register_buffer("shift", torch.zeros((), dtype=torch.float64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x + self.shift) if self.is_added_first else super().forward(x) + self.shift
+
+
+class ShiftedByOutput(Shifted):
+    """Sets the buffer in evaluations alone, on the last rank."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        output = super().forward(x)
+        if not self.training:
+            self.shift.lerp_(output.detach().mean(), 0.5)
+        return output
+
+
+class SetByModel(ZooTask):
+    """Has the model set the buffer."""
+
+    is_added_first: bool = True
+
+    def build_model(self) -> nn.Module:
+        return ShiftedByOutput(is_added_first=self.is_added_first)
+
+
+class SetByMetrics(ZooTask):
+    """Sets the buffer in the metrics, which only the first rank of `rpc_model` computes."""
+
+    def build_model(self) -> nn.Module:
+        return Shifted(is_added_first=False)
+
+    def metrics(self, model: nn.Module, batch: Any) -> Any:
+        model.shift.add_(1)
+        return {"shift": dure.Sum(model.shift, 1)}
+
+
+@pytest.mark.parametrize(
+    ("task", "strategy", "is_missed"),
+    [
+        (SetByModel(), "pipeline", True),
+        (SetByModel(), "rpc_model", True),
+        (SetByModel(is_added_first=False), "pipeline", False),
+        (SetByModel(is_added_first=False), "rpc_model", False),
+        (SetByMetrics(), "pipeline", False),
+        (SetByMetrics(), "rpc_model", True),
+    ],
+)
+def test_buffer_when_an_evaluation_sets_it_on_some_ranks_then_that_is_declared_unless_no_other_uses_it(
+    task: ZooTask, strategy: str, is_missed: bool, tmp_path: Path
+) -> None:
+    one, many = (train_case(tmp_path, task, *how, eval_every_epochs=1, **SHORT) for how in [(), (strategy, 2)])
+    declared = json.loads((many / "summary.json").read_text())["not_preserved"]
+    assert any("state that the evaluation keeps (model.shift)" in text for text in declared) == is_missed
+    assert (largest_difference(weights_of(one), weights_of(many)) > TO_ROUNDING) == is_missed

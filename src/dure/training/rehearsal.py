@@ -342,6 +342,7 @@ def rehearse_evaluation(session: Session, best: Best) -> list[str]:
             "only: how often it is done, and by which rank, would change the result; do it in the loss where "
             "model.training is true, or in the optimiser's step"
         )
+    missed = strategy.missed_state(changed)
     changed += buffers.changed()
     buffers.put_back()
     texts = []
@@ -357,6 +358,8 @@ def rehearse_evaluation(session: Session, best: Best) -> list[str]:
         )
     if changed and strategy.share.count * len(strategy.evaluation_models()) > 1:
         texts.append(f"state that the evaluation keeps ({few_of(changed)}): of the batches that each rank evaluates")
+    elif missed:
+        texts.append(f"state that the evaluation keeps ({few_of(missed)}): not on every rank that uses it")
     return texts
 
 

@@ -280,6 +280,14 @@ class Strategy(ABC):
         if self.group.world_size > 1:
             broadcast_buffers(self.model, self.group)
 
+    def missed_state(self, changed: Iterable[str]) -> list[str]:
+        """Return the state that an evaluation changed on some ranks, and that others use without the change.
+
+        Args:
+            changed: Paths of the plain state that it changed on this rank.
+        """
+        return []
+
     def declared_by_row(self, found: Findings) -> list[str]:
         """Return the declarations of this strategy's row that apply to the run."""
         is_many = self.group.world_size * len(self.devices) > 1

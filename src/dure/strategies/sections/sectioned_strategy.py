@@ -22,8 +22,10 @@ from dure.strategies.sections.own_part import LocalStages
 from dure.strategies.sections.plan import CURE, SectionPlan
 from dure.strategies.sections.random_state import CommonSeeds, SectionDraws, SectionDrawWatch
 from dure.strategies.sections.sectioned_model import SectionedModel
+from dure.strategies.state.checksum import checksum
 from dure.strategies.state.saved_state import StateSource, StrategyState
 from dure.strategies.state.tensor_shard import Needs
+from dure.strategies.state.trial import KeptBuffers
 
 
 class SectionedStrategy(Strategy):
@@ -128,9 +130,41 @@ class SectionedStrategy(Strategy):
         """Return the sections as one model: a call runs through all of them."""
         return [self.evaluated]
 
+    def missed_state(self, changed: Iterable[str]) -> list[str]:
+        """Return the state that an evaluation left with other values on some ranks than on those that use it.
+
+        Communication: one gathered JSON message of the paths and checksums.
+        """
+        now = self._as_read.now()
+        buffers = {f"model.{name}": checksum([now[name]]) for name in self._as_read.changed() if name in now}
+        everyones = self.group.all_gather_json([{**dict.fromkeys(changed, 0), **buffers}, self.share.takes_samples])
+        values = [theirs for theirs, _ in everyones]
+        have_task = {rank for rank, (_, takes_samples) in enumerate(everyones) if takes_samples}
+        # what the loss changes too was tried with the sections
+        known = {*self.traits.learned_state, *self.traits.counted_state}
+        found = dict.fromkeys(path for theirs in values for path in theirs if path not in known)
+        changing = {path: {rank for rank, theirs in enumerate(values) if path in theirs} for path in found}
+        return [
+            path
+            for path, ranks in changing.items()
+            if len({values[rank].get(path) for rank in ranks | self._users(path, have_task)}) > 1
+        ]
+
+    def _users(self, path: str, have_task: set[int]) -> set[int]:
+        """Return the ranks that may use state, of which the ranks in `have_task` use that of the task."""
+        if not path.startswith("model."):
+            return have_task
+        name, size = path.removeprefix("model."), self.section_ranks.world_size
+        for call in self.plan.calls:
+            if name.startswith(f"{call}."):
+                return {self.plan.section_of_block(call) % size}
+        # the section that keeps a buffer is the first one that uses it
+        return {section % size for section in range(self.part.loose.get(name, 0), len(self.plan.begins))}
+
     def before_reading(self) -> None:
         """Broadcast the tensors outside the blocks, which every rank has and one rank trains."""
         self.part.broadcast_loose(self.section_ranks)
+        self._as_read = KeptBuffers(self.model, self.part.loose.__contains__)
 
     def state_dict(self) -> StrategyState:
         """Return this rank's tensors and optimiser state."""

@@ -217,3 +217,33 @@ def test_schedule_when_it_goes_by_what_each_rank_saw_then_that_is_the_cause_that
     ) as error:
         train_case(tmp_path, SlowsDownByLosses(), "ddp", 2, **{**STEPS, "check_replicas_every": 1})
     assert error.value.exit_code == 2
+
+
+class SlowsDownForOneStep(Regression):
+    """Sets the learning rate of the third step in a hook, by what the loss has noted, and then sets it back."""
+
+    def build_optimizer(self, model):
+        optimizer = super().build_optimizer(model)
+        rate, self.losses = optimizer.param_groups[0]["lr"], []
+
+        def set_rate(*_):
+            is_due = len(self.losses) % 4 == 2
+            optimizer.param_groups[0]["lr"] = rate / (1 + self.losses[-1]) if is_due else rate
+
+        optimizer.register_step_post_hook(set_rate)
+        return optimizer
+
+    def build_schedule(self, optimizer, total_samples):
+        return None
+
+    def loss(self, model, batch):
+        loss = super().loss(model, batch)
+        self.losses.append(loss.item())
+        return loss
+
+
+def test_hook_when_it_set_another_rate_on_each_rank_then_that_is_the_cause_that_is_told(tmp_path):
+    said = r"after step 4 settings of the optimiser have been others on rank 1 than on rank 0"
+    with pytest.raises(WorkerFailed, match=said) as error:
+        train_case(tmp_path, SlowsDownForOneStep(), "ddp", 2, **{**STEPS, "check_replicas_every": 4})
+    assert error.value.exit_code == 2

@@ -178,9 +178,11 @@ class Trainer:
 
     def _before_change(self) -> float:
         """Finish pending reads of the weights before the optimiser changes them; return the seconds waited."""
-        if self._num_watched < _WATCHED_STEPS and any(self._step_hooks):
-            self._num_watched += 1
-            self._before_step = self.session.kept.state_now()
+        if any(self._step_hooks):
+            self.replicas.note_settings()
+            if self._num_watched < _WATCHED_STEPS:
+                self._num_watched += 1
+                self._before_step = self.session.kept.state_now()
         return self.checkpointer.before_change() + self.memory.before_change()
 
     def _steps(self) -> str:

@@ -6,6 +6,7 @@ rank, or all ranks go back to where they agreed. All later steps contain the wro
 
 import math
 import time
+import zlib
 from collections import deque
 from collections.abc import Callable
 from statistics import median
@@ -89,6 +90,8 @@ class ReplicaCheck:
         self.seconds = 0.0
         """Seconds spent on comparisons, including the wait for other ranks."""
         self._checked = self._next = -1
+        self._past_settings = 0
+        """Checksum of the optimiser's settings before every step, if its step has hooks."""
         self._exchange_seconds = 0.0
         self._begun = self._last = time.perf_counter()
 
@@ -162,15 +165,25 @@ class ReplicaCheck:
         Communication: one gathered JSON message.
 
         Raises:
-            TaskInvalid: Settings differ; the message names the setting and both values.
+            TaskInvalid: Settings differ, or have differed.
         """
-        everyones = self.session.group.all_gather_json(plain_settings(self.session.strategy.optimizer))
-        for rank, settings in enumerate(everyones):
-            if difference := difference_of_settings(everyones[0], settings, "on rank 0", f"on rank {rank}"):
+        own = plain_settings(self.session.strategy.optimizer)
+        everyones = self.session.group.all_gather_json([own, self._past_settings])
+        for rank, (settings, past) in enumerate(everyones):
+            difference = difference_of_settings(everyones[0][0], settings, "on rank 0", f"on rank {rank}")
+            if difference is None and past != everyones[0][1]:
+                difference = f"settings of the optimiser have been others on rank {rank} than on rank 0"
+            if difference:
                 raise TaskInvalid(
                     f"after step {self.progression.step} {difference}, so ranks no longer train the same weights: let "
                     "the schedule follow samples seen or evaluations, and not the losses of a rank's own samples"
                 )
+
+    def note_settings(self) -> None:
+        """Record the optimiser's settings before a step, which hooks on the last one may have set."""
+        if self.is_on:
+            settings = plain_settings(self.session.strategy.optimizer)
+            self._past_settings = zlib.crc32(repr(settings).encode(), self._past_settings)
 
     def _agree(self, reports: list[dict[str, Any]]) -> None:
         now = self.progression

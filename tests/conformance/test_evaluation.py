@@ -7,10 +7,11 @@ import shutil
 import pytest
 
 import dure
-from dure.errors import RunInvalid
+from dure.errors import RunInvalid, WorkerFailed
 from examples.digits import Digits
 from tests.conformance.cases import MANY, is_layered, train_case
 from tests.conformance.tasks import Regression
+from tests.conformance.zoo.feature import STEPS, ZooTask, chain
 
 EXACT = 1e-12
 
@@ -94,3 +95,39 @@ def test_evaluation_during_training_equals_one_process(strategy, num_devices, ev
         for name, metric in theirs.metrics.items():
             assert ours.metrics[name].count == metric.count
             assert ours.metrics[name].value == pytest.approx(metric.value, rel=1e-10)
+
+
+class HookedMetrics(ZooTask):
+    """Has metrics of what a hook on a block has seen, which the last of two ranks computes."""
+
+    def build_model(self):
+        self.seen, model = {}, chain()
+        model[5].register_forward_hook(lambda module, args, output: self.seen.update(last=output))
+        return model
+
+    def metrics(self, model, batch):
+        model(batch[0])
+        return {"size": dure.Sum(self.seen["last"].square().sum(), len(batch[0]))}
+
+
+class CopiedInMetrics(ZooTask):
+    """Has metrics of a copy of the model."""
+
+    def metrics(self, model, batch):
+        copied = chain()
+        copied.load_state_dict(model.state_dict())
+        return {"size": dure.Sum(copied(batch[0]).square().sum(), len(batch[0]))}
+
+
+@pytest.mark.parametrize(
+    ("task", "strategy", "said"),
+    [
+        (HookedMetrics, "rpc_model", "KeyError: 'last'"),
+        (CopiedInMetrics, "rpc_model", "Missing key"),
+        (CopiedInMetrics, "fsdp", "While copying"),
+    ],
+)
+def test_metrics_when_they_fail_with_a_divided_model_then_the_run_is_refused(task, strategy, said, tmp_path):
+    with pytest.raises(WorkerFailed, match=f"failed in an evaluation .*{said}") as caught:
+        train_case(tmp_path, task(), strategy, 2, **STEPS)
+    assert caught.value.exit_code == 2

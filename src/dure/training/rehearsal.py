@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 
 from dure import torchcompat
 from dure.data.randomness import kept_global_randomness
-from dure.errors import TaskInvalid
+from dure.errors import DureError, TaskInvalid, message_of
 from dure.records.step_record import Metric
 from dure.strategies.contract.abilities import own_state
 from dure.strategies.contract.declarations import depends_on_ranks
@@ -298,7 +298,8 @@ def rehearse_evaluation(session: Session, best: Best) -> list[str]:
         Declarations of what the run does not preserve.
 
     Raises:
-        TaskInvalid: The evaluation changes weights or the optimiser's settings, or counts incorrectly.
+        TaskInvalid: The evaluation changes weights or the optimiser's settings, counts incorrectly, or fails with a
+            divided model.
     """
     if session.eval_loader is None or session.spec.compile:  # compiling for two samples would be wasted
         return []
@@ -309,7 +310,7 @@ def rehearse_evaluation(session: Session, best: Best) -> list[str]:
     limited = _limited_embeddings(session)
     surroundings = Surroundings()
     definitions = Definitions(model, strategy.objects)
-    with surroundings.watched(), without_new_hooks(model, strategy.built_optimizer):
+    with surroundings.watched(), without_new_hooks(model, strategy.built_optimizer), _work_on_parts(strategy):
         at_once, in_parts, few = few_evaluated(session, session.eval_loader, session.eval_samples)
     best.value_of(at_once)
     check_counts(at_once, in_parts, few)
@@ -361,6 +362,28 @@ def rehearse_evaluation(session: Session, best: Best) -> list[str]:
     elif missed:
         texts.append(f"state that the evaluation keeps ({few_of(missed)}): not on every rank that uses it")
     return texts
+
+
+@contextmanager
+def _work_on_parts(strategy: Strategy) -> Iterator[None]:
+    """Refuse code that fails with a divided model, if it did not fail with the whole one.
+
+    Raises:
+        TaskInvalid: It fails.
+    """
+    try:
+        yield
+    except (DureError, MemoryError, torch.OutOfMemoryError):
+        raise
+    except Exception as error:
+        if strategy.group.world_size == 1 or not (strategy.rules.undoes_writes and strategy.traits.is_evaluable):
+            raise
+        reason = " ".join(f"{type(error).__name__}: {message_of(error)}".split())[:200]
+        raise TaskInvalid(
+            f"the task's loss or metrics failed in an evaluation ({reason}), as they did not with the whole model, "
+            f"which {strategy.info.name} divides over the ranks: if they use its weights, or what its blocks keep or "
+            "hooks see, return that from the model, or use ddp"
+        ) from error
 
 
 @dataclass(frozen=True, eq=False)

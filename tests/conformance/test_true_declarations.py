@@ -201,6 +201,27 @@ class CountedByBoth(ZooTask):
         return super().loss(model, batch) * (1 + self.number * model.training)
 
 
+class TeacherInBuffers(ZooTask):
+    """Keeps copies of the parameters in buffers, which follow them in the loss."""
+
+    def build_model(self) -> nn.Module:
+        model = chain()
+        self.names = {name: f"teacher_{number}" for number, (name, _) in enumerate(model.named_parameters())}
+        for name, parameter in [*model.named_parameters()]:
+            model.register_buffer(self.names[name], parameter.detach().clone())
+        return model
+
+    def loss(self, model: nn.Module, batch: Any) -> Any:
+        x, y = batch
+        predicted = model(x)
+        followed = {name: model.get_buffer(buffer) for name, buffer in self.names.items()}
+        with torch.no_grad():
+            taught = torch.func.functional_call(model, followed, (x,))
+            for name, parameter in model.named_parameters():
+                followed[name].lerp_(parameter, 0.1 if model.training else 0.0)
+        return functional.mse_loss(predicted, y) + functional.mse_loss(predicted, taught)
+
+
 class MasksInCollate(ZooTask):
     """Draws in collate which targets count."""
 
@@ -223,7 +244,11 @@ def test_batch_when_collate_draws_then_the_loss_is_not_blamed(tmp_path: Path) ->
 
 @pytest.mark.parametrize(
     ("task", "said"),
-    [(NeedsGroup, "fails with ValueError where it is the only process"), (CountedByBoth, "(task.number)")],
+    [
+        (NeedsGroup, "fails with ValueError where it is the only process"),
+        (CountedByBoth, "(task.number)"),
+        (TeacherInBuffers, "buffers learned in forward (teacher_"),
+    ],
 )
 def test_task_when_it_may_differ_then_that_is_declared(task: type[ZooTask], said: str, tmp_path: Path) -> None:
     settings = {**STEPS, "eval_every_epochs": 1.0, "microbatch_size": 2}

@@ -119,6 +119,11 @@ class LossInspection:
             places = range(half), range(half, few)
             moved = [self.calls.tried(each, as_in_training=True, perturbs=True) for each in places]
             state = {**moved[0].trial.state, **state[0]}, {**moved[1].trial.state, **state[1]}
+            one, other = (each.buffers(self.calls.model) for each in moved)
+            # of pairs of samples, nothing is known of these
+            buffers = [
+                {**of_copies, **each} for of_copies, each in zip([one, other, *[one] * few], buffers, strict=False)
+            ]
         not_additive = (
             not_additive
             or later.not_additive
@@ -267,14 +272,18 @@ class LossInspection:
         return found
 
     def _has_copies(self) -> bool:
-        """Return whether objects seem to hold copies of parameters, as a teacher does that starts as its student."""
+        """Return whether objects or buffers seem to be copies of parameters, as a teacher may be."""
         own = {id(parameter): parameter for parameter in self.calls.model.parameters()}
         held = ObjectState(self.calls.objects).first.values()
         modules = [module for module in held if isinstance(module, nn.Module)]
         tensors: list[Tensor] = [each for module in modules for each in module.parameters()]
         tensors += [each for each in held if isinstance(each, Tensor)]
         first = {_beginning(parameter) for parameter in own.values()} - {None}
-        return any(id(each) not in own and _beginning(each) in first for each in tensors)
+        # those of one value are no copies, but fresh statistics
+        buffers = {
+            each for buffer in self.calls.model.buffers() if (each := _beginning(buffer)) and len({*each[2:]}) > 1
+        }
+        return bool(first & buffers) or any(id(each) not in own and _beginning(each) in first for each in tensors)
 
     def _failure_of_one(self, places: range) -> tuple[str | None, bool]:
         """Return why the loss takes no single sample, or None, and whether it is the model that does not.

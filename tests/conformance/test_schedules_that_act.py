@@ -105,3 +105,30 @@ def test_model_when_its_own_state_dict_leaves_weights_out_then_that_is_declared(
     run = train_case(tmp_path, LeavesTeacherOut(), **STEPS)
     (declared,) = json.loads((run / "summary.json").read_text())["not_preserved"]
     assert declared.startswith("weights: the model's own state_dict leaves out teacher.0.weight, teacher.0.bias")
+
+
+class AsksScheduler(ZooTask):
+    """Asks a scheduler of torch, with an optimiser of the task's own, for the factor."""
+
+    def build_model(self) -> nn.Module:
+        self.optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=1.0)
+        self.scheduler = torch.optim.lr_scheduler.LambdaLR(self.optimizer, lambda step: 0.9**step)
+        return chain()
+
+    def build_schedule(self, optimizer: Optimizer, total_samples: int) -> Any:
+        def schedule(samples_seen: int) -> float:
+            self.scheduler.last_epoch = samples_seen // 5 - 1
+            self.optimizer.step()
+            self.scheduler.step()
+            return float(self.scheduler.get_last_lr()[0])
+
+        return schedule
+
+
+@pytest.mark.parametrize("strategy", ["fsdp", "pipeline"])
+def test_schedule_when_it_has_an_optimiser_of_its_own_then_it_is_as_in_one_process(
+    strategy: str, tmp_path: Path
+) -> None:
+    feature = Feature(name="AsksScheduler", group="", title="", task=AsksScheduler)
+    reference = reference_of(feature, tmp_path)
+    assert run_cell(feature, strategy, "straight", reference, tmp_path).kind == "exact"

@@ -130,7 +130,7 @@ class WatchedSchedule:
             return strategy.computed(self._schedule, samples_seen)  # type: ignore[no-any-return]
         parameters = dict(strategy.model.named_parameters())
         try:
-            with UsedTensors(parameters) as used:
+            with UsedTensors(parameters, _stepped(strategy)) as used:
                 factor = strategy.computed(self._schedule, samples_seen)
         except Exception as error:
             _refuse_use_of_parts(strategy, parameters, used, error)
@@ -265,7 +265,7 @@ def _without_weights(strategy: Strategy) -> Iterator[None]:
     parameters = dict(strategy.model.named_parameters())
     are_trained = [(parameter, parameter.requires_grad) for parameter in parameters.values()]
     error: Exception | None = None
-    with UsedTensors(parameters) as used:
+    with UsedTensors(parameters, _stepped(strategy)) as used:
         try:
             yield
         except Exception as raised:
@@ -276,6 +276,12 @@ def _without_weights(strategy: Strategy) -> Iterator[None]:
         parameter.requires_grad_(is_trained)
     if error is not None:
         raise error
+
+
+def _stepped(strategy: Strategy) -> list[Tensor]:
+    """Return the tensors that have the gradients of this rank: not those of an optimiser of the task's own."""
+    optimizers = (strategy.optimizer, strategy.built_optimizer, strategy.stepped)
+    return [tensor for each in optimizers for group in each.param_groups for tensor in group["params"]]
 
 
 @contextmanager

@@ -5,7 +5,7 @@ same on all ranks. While code of the task runs, an operation on an absent tensor
 """
 
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -140,14 +140,20 @@ class _Absent:
 class UsedTensors(TorchFunctionMode):
     """Context that records the tensors whose values operations use, and can restore them."""
 
-    def __init__(self, tensors: Mapping[str, Tensor]) -> None:
-        """Take the tensors by their names."""
+    def __init__(self, tensors: Mapping[str, Tensor], with_gradients: Iterable[Tensor] | None = None) -> None:
+        """Take the tensors by their names.
+
+        Args:
+            tensors: Tensors whose values are watched.
+            with_gradients: Further tensors of whose gradients a use is recorded; None for those of any tensor.
+        """
         super().__init__()
         self._names = {id(tensor): name for name, tensor in tensors.items()}
+        self._with_gradients = None if with_gradients is None else {*self._names, *map(id, with_gradients)}
         self._before: dict[str, tuple[Tensor, Tensor, Tensor]] = {}
         """Used tensors, by name: the tensors themselves, their memory, and a copy of it."""
         self.has_used_gradients = False
-        """True if `.grad` of any tensor was read or set."""
+        """True if `.grad` of a tensor was read or set."""
         self.has_gone_back = False
         """True if a backward pass was run."""
         self._is_paused = False
@@ -179,7 +185,9 @@ class UsedTensors(TorchFunctionMode):
         if self._is_paused:
             return function(*args, **(kwargs or {}))
         name, is_attribute = _name_of(function)
-        self.has_used_gradients |= is_attribute and name == "grad"
+        is_gradient = is_attribute and name == "grad"
+        is_watched = is_gradient and (self._with_gradients is None or id(args[0]) in self._with_gradients)
+        self.has_used_gradients |= is_watched
         self.has_gone_back |= name == "backward"
         if name in _VALUE_ATTRIBUTES if is_attribute else name not in _METADATA:
             map_tensors((args, dict(kwargs or {})), self._note)

@@ -132,3 +132,36 @@ def test_schedule_when_it_has_an_optimiser_of_its_own_then_it_is_as_in_one_proce
     feature = Feature(name="AsksScheduler", group="", title="", task=AsksScheduler)
     reference = reference_of(feature, tmp_path)
     assert run_cell(feature, strategy, "straight", reference, tmp_path).kind == "exact"
+
+
+class ReadsGroups(ZooTask):
+    """Lets the largest weight in the optimiser's groups scale the loss."""
+
+    def build_model(self) -> nn.Module:
+        self.largest = 0.0
+        return chain()
+
+    def build_schedule(self, optimizer: Optimizer, total_samples: int) -> Any:
+        def schedule(samples_seen: int) -> float:
+            with torch.no_grad():
+                self.largest = float(max(p.abs().max() for group in optimizer.param_groups for p in group["params"]))
+            return 1.0
+
+        return schedule
+
+    def loss(self, model: nn.Module, batch: Any) -> Any:
+        return (1 + self.largest) * super().loss(model, batch)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "kind"),
+    [("zero1", "exact"), ("fsdp", "refused"), ("tensor_parallel", "refused"), ("pipeline", "refused")],
+)
+def test_schedule_when_it_reads_the_weights_in_the_groups_then_is_refused_where_they_are_parts(
+    strategy: str, kind: str, tmp_path: Path
+) -> None:
+    feature = Feature(name="ReadsGroups", group="", title="", task=ReadsGroups)
+    verdict = run_cell(feature, strategy, "straight", reference_of(feature, tmp_path), tmp_path)
+    assert verdict.kind == kind, verdict.detail
+    if kind == "refused":
+        assert "sets task.largest by weights, of which a rank" in verdict.detail

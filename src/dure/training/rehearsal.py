@@ -2,6 +2,7 @@
 
 import math
 import time
+import zlib
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -77,11 +78,22 @@ class _Asked:
         self._state = state
         self.changed: set[str] = set()
         """Paths of the state that has changed at some time."""
+        self.used: UsedTensors | None = None
+        """Weights that the calls use."""
 
     def note(self) -> None:
         """Record the current changes; the comparison itself does not count as a use of tensors."""
         with torchcompat.without_function_modes():
             self.changed.update(self._state.changed())
+
+    def set_by_weights(self) -> dict[str, int]:
+        """Return checksums of the changed state beside the weights, by path, if the calls used weights."""
+        if self.used is None or not self.used.names:
+            return {}
+        with torchcompat.without_function_modes():
+            changed = self._state.changed()
+        found = {path: value for path, value in changed.items() if not self.used.watches(self._state.first.get(path))}
+        return {path: zlib.crc32(repr(value).encode()) for path, value in found.items()}
 
 
 def _ask_all_along(session: Session, schedule: Schedule, asked: _Asked) -> None:
@@ -128,32 +140,32 @@ class WatchedSchedule:
         strategy = self._strategy
         if not self._has_divided_gradients:
             return strategy.computed(self._schedule, samples_seen)  # type: ignore[no-any-return]
-        parameters = dict(strategy.model.named_parameters())
+        weights = _stepped_weights(strategy)
         try:
-            with UsedTensors(parameters, _stepped(strategy)) as used:
+            with UsedTensors(weights, of_any_gradient=False) as used:
                 factor = strategy.computed(self._schedule, samples_seen)
         except Exception as error:
-            _refuse_use_of_parts(strategy, parameters, used, error)
+            _refuse_use_of_parts(strategy, weights, used, error)
             raise
-        _refuse_use_of_parts(strategy, parameters, used)
+        _refuse_use_of_parts(strategy, weights, used)
         return factor  # type: ignore[no-any-return]
 
 
 def _refuse_use_of_parts(
-    strategy: Strategy, parameters: Mapping[str, nn.Parameter], used: UsedTensors, error: Exception | None = None
+    strategy: Strategy, weights: Mapping[str, Tensor], used: UsedTensors, error: Exception | None = None
 ) -> None:
     """Refuse a schedule that has used values of which this rank has only a part.
 
     Args:
         strategy: Strategy with its rules.
-        parameters: Parameters by name, before the schedule was called.
+        weights: Weights by name, before the schedule was called.
         used: Values of them that it used; some may be whole.
         error: Error that the schedule raised; it becomes the cause.
 
     Raises:
         TaskInvalid: It has used such values.
     """
-    in_parts = [name for name in used.names if _is_in_parts(strategy, parameters[name])]
+    in_parts = [name for name in used.names if _is_in_parts(strategy, weights[name])]
     if in_parts:
         raise TaskInvalid(
             f"the task's schedule uses the weights of {few_of(sorted(in_parts))}, of which a rank of "
@@ -166,9 +178,9 @@ def _refuse_use_of_parts(
         ) from error
 
 
-def _is_in_parts(strategy: Strategy, parameter: nn.Parameter) -> bool:
-    """Return whether this rank has only a part of a parameter's values."""
-    return hasattr(parameter, "__create_chunk_list__") or not strategy.share.takes_samples
+def _is_in_parts(strategy: Strategy, weight: Tensor) -> bool:
+    """Return whether this rank has only a part of a weight's values."""
+    return hasattr(weight, "__create_chunk_list__") or not strategy.share.takes_samples
 
 
 def _compare_schedules(session: Session, schedule: Schedule | None) -> None:
@@ -177,16 +189,28 @@ def _compare_schedules(session: Session, schedule: Schedule | None) -> None:
     Communication: one gathered JSON message.
 
     Raises:
-        TaskInvalid: It depends on the rank; the message names two ranks and their factors.
+        TaskInvalid: It depends on the rank, or sets state by the weights of a rank; the message names two ranks and
+            their factors, or the state.
     """
     strategy = session.strategy
-    with _only_asked(session, schedule), _kept_groups(strategy.optimizer), _kept_groups(strategy.built_optimizer):
+    with (
+        _only_asked(session, schedule) as asked,
+        _kept_groups(strategy.optimizer),
+        _kept_groups(strategy.built_optimizer),
+    ):
         here = _factors(strategy, schedule, session.total_samples)
-    everyones = strategy.group.all_gather_json(here)
-    for rank, factors in enumerate(everyones):
-        if difference := _first_difference(everyones[0], factors, "on rank 0", f"on rank {rank}"):
+        state = asked.set_by_weights() if strategy.rules.divides_gradients else {}
+    everyones = strategy.group.all_gather_json([here, state])
+    for rank, (factors, theirs) in enumerate(everyones):
+        if difference := _first_difference(everyones[0][0], factors, "on rank 0", f"on rank {rank}"):
             raise TaskInvalid(
                 f"{difference}: compute it from the samples alone, and not from the number of a rank or a host's files"
+            )
+        others = everyones[0][1]
+        if other := [path for path in {**others, **theirs} if others.get(path) != theirs.get(path)]:
+            raise TaskInvalid(
+                f"the task's schedule sets {few_of(other)} by weights, of which a rank of {strategy.info.name} has a "
+                "part only: let the loss use them on every batch, or use ddp"
             )
     if strategy.group.rank == 0 and here:
         task = session.task
@@ -220,7 +244,7 @@ def _only_asked(session: Session, schedule: Any) -> Iterator[_Asked]:
     try:
         with (
             kept_global_randomness(*strategy.devices),
-            _without_weights(strategy),
+            _without_weights(strategy) as asked.used,
             writes,
             without_new_hooks(model, strategy.built_optimizer),
         ):
@@ -256,21 +280,24 @@ def _factors(strategy: Strategy, schedule: Schedule | None, total: int) -> dict[
 
 
 @contextmanager
-def _without_weights(strategy: Strategy) -> Iterator[None]:
+def _without_weights(strategy: Strategy) -> Iterator[UsedTensors]:
     """Refuse a call of the task that reads weights of which this rank has only a part; otherwise undo its writes.
+
+    Yields:
+        Weights that it uses.
 
     Raises:
         TaskInvalid: The call uses such values, whatever other error it raises.
     """
-    parameters = dict(strategy.model.named_parameters())
-    are_trained = [(parameter, parameter.requires_grad) for parameter in parameters.values()]
+    weights = _stepped_weights(strategy)
+    are_trained = [(parameter, parameter.requires_grad) for parameter in strategy.model.parameters()]
     error: Exception | None = None
-    with UsedTensors(parameters, _stepped(strategy)) as used:
+    with UsedTensors(weights, of_any_gradient=False) as used:
         try:
-            yield
+            yield used
         except Exception as raised:
             error = raised
-    _refuse_use_of_parts(strategy, parameters, used, error)
+    _refuse_use_of_parts(strategy, weights, used, error)
     used.put_back()
     for parameter, is_trained in are_trained:
         parameter.requires_grad_(is_trained)
@@ -278,10 +305,20 @@ def _without_weights(strategy: Strategy) -> Iterator[None]:
         raise error
 
 
-def _stepped(strategy: Strategy) -> list[Tensor]:
-    """Return the tensors that have the gradients of this rank: not those of an optimiser of the task's own."""
-    optimizers = (strategy.optimizer, strategy.built_optimizer, strategy.stepped)
-    return [tensor for each in optimizers for group in each.param_groups for tensor in group["params"]]
+def _stepped_weights(strategy: Strategy) -> dict[str, Tensor]:
+    """Return the parameters of the model by name, and what the optimisers step in their place.
+
+    These have the gradients of this rank, as those of an optimiser of the task's own have not.
+    """
+    found: dict[str, Tensor] = dict(strategy.model.named_parameters())
+    known = {id(parameter) for parameter in found.values()}
+    for optimizer in (strategy.optimizer, strategy.built_optimizer, strategy.stepped):
+        for number, group in enumerate(optimizer.param_groups):
+            for place, tensor in enumerate(group["params"]):
+                if id(tensor) not in known:
+                    found[f"param_groups[{number}]['params'][{place}]"] = tensor
+                    known.add(id(tensor))
+    return found
 
 
 @contextmanager

@@ -5,7 +5,7 @@ same on all ranks. While code of the task runs, an operation on an absent tensor
 """
 
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -140,16 +140,16 @@ class _Absent:
 class UsedTensors(TorchFunctionMode):
     """Context that records the tensors whose values operations use, and can restore them."""
 
-    def __init__(self, tensors: Mapping[str, Tensor], with_gradients: Iterable[Tensor] | None = None) -> None:
+    def __init__(self, tensors: Mapping[str, Tensor], *, of_any_gradient: bool = True) -> None:
         """Take the tensors by their names.
 
         Args:
             tensors: Tensors whose values are watched.
-            with_gradients: Further tensors of whose gradients a use is recorded; None for those of any tensor.
+            of_any_gradient: Whether a use of the gradient of any tensor is recorded, and not only of these.
         """
         super().__init__()
         self._names = {id(tensor): name for name, tensor in tensors.items()}
-        self._with_gradients = None if with_gradients is None else {*self._names, *map(id, with_gradients)}
+        self._of_any_gradient = of_any_gradient
         self._before: dict[str, tuple[Tensor, Tensor, Tensor]] = {}
         """Used tensors, by name: the tensors themselves, their memory, and a copy of it."""
         self.has_used_gradients = False
@@ -172,6 +172,10 @@ class UsedTensors(TorchFunctionMode):
         """Names of the tensors that were used."""
         return {*self._before}
 
+    def watches(self, value: object) -> bool:
+        """Return whether a value is one of the tensors."""
+        return id(value) in self._names
+
     def put_back(self) -> None:
         """Restore the memory and the values of the tensors."""
         with torch.no_grad():
@@ -185,9 +189,8 @@ class UsedTensors(TorchFunctionMode):
         if self._is_paused:
             return function(*args, **(kwargs or {}))
         name, is_attribute = _name_of(function)
-        is_gradient = is_attribute and name == "grad"
-        is_watched = is_gradient and (self._with_gradients is None or id(args[0]) in self._with_gradients)
-        self.has_used_gradients |= is_watched
+        if is_attribute and name == "grad":
+            self.has_used_gradients |= self._of_any_gradient or id(args[0]) in self._names
         self.has_gone_back |= name == "backward"
         if name in _VALUE_ATTRIBUTES if is_attribute else name not in _METADATA:
             map_tensors((args, dict(kwargs or {})), self._note)

@@ -78,7 +78,7 @@ def everything(model, task):
     return state, flags, [m.training for m in model.modules()], model.note, task.calls, torch.get_rng_state().tolist()
 
 
-@pytest.mark.parametrize("watches_writes", [True, False])
+@pytest.mark.parametrize("watches_writes", [True, False, None])
 @pytest.mark.parametrize("deed", DEEDS)
 def test_trial_when_something_was_done_in_it_then_nothing_is_left_of_it(deed, watches_writes):
     model, task = model_of_all_kinds(), Task()
@@ -92,7 +92,7 @@ def test_trial_when_something_was_done_in_it_then_nothing_is_left_of_it(deed, wa
     assert trial.has_drawn
 
 
-@pytest.mark.parametrize("watches_writes", [True, False])
+@pytest.mark.parametrize("watches_writes", [True, False, None])
 def test_trial_when_the_code_in_it_fails_then_nothing_is_left_of_it(watches_writes):
     model, task = model_of_all_kinds(), Task()
     before = copy.deepcopy(everything(model, task))
@@ -108,7 +108,7 @@ def test_trial_when_the_code_in_it_fails_then_nothing_is_left_of_it(watches_writ
     assert everything(model, task) == before
 
 
-@pytest.mark.parametrize("watches_writes", [True, False])
+@pytest.mark.parametrize("watches_writes", [True, False, None])
 @pytest.mark.parametrize("deed", [clamp, clamp_data, swap_data])
 def test_trial_when_a_parameter_was_written_to_then_it_is_named(deed, watches_writes):
     model = model_of_all_kinds()
@@ -125,7 +125,7 @@ def test_trial_when_a_write_changes_no_value_then_it_is_named_all_the_same():
 
 
 @pytest.mark.filterwarnings("ignore:Sparse invariant checks")  # 2.11
-@pytest.mark.parametrize("watches_writes", [True, False])
+@pytest.mark.parametrize("watches_writes", [True, False, None])
 def test_trial_when_a_large_tensor_was_written_to_then_it_is_as_before_and_sparse_ones_are_left_alone(watches_writes):
     bank = torch.zeros(3 << 19)
     sparse = torch.sparse_coo_tensor(torch.tensor([[0], [1]]), torch.ones(1), (5000, 5000), check_invariants=True)
@@ -241,6 +241,14 @@ def test_buffers_that_are_not_selected_stay_as_they_are():
     kept.put_back()
     assert model.count == 0
     assert model[1].running_mean.tolist() == [1, 1]
+
+
+def test_trial_when_it_may_copy_then_only_small_tensors_are_copied():
+    copied = []
+    for size in (8, 1024):
+        with Trial(nn.Linear(size, 1024), watches_writes=None) as trial:
+            copied.append(bool(trial._writes.before))
+    assert copied == [True, False]
 
 
 def test_trials_when_they_share_their_state_then_each_begins_with_what_is_true():

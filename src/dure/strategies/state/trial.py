@@ -19,6 +19,9 @@ from dure.strategies.state.objects.object_state import ObjectState
 from dure.strategies.state.objects.surroundings import Surroundings
 from dure.strategies.state.shared_storage import overlap
 
+_MOST_COPIED_BYTES = 2**20
+"""Maximum bytes of tensors that are copied for a trial whose writes need not be recorded."""
+
 
 class Trial:
     """Context that restores a model, the objects that a loss uses, all generators, files and the environment.
@@ -32,7 +35,7 @@ class Trial:
         objects: Mapping[str, object] | None = None,
         *,
         seed: int | None = None,
-        watches_writes: bool = True,
+        watches_writes: bool | None = True,
         keeps_gradients: bool = True,
         keeps_caches: bool = False,
     ) -> None:
@@ -43,7 +46,7 @@ class Trial:
             objects: Further objects by name, such as the task.
             seed: Seed of the global generators inside; None leaves them unchanged.
             watches_writes: Whether writes to parameters are recorded operation by operation, for which torch calls back
-                into Python at each; otherwise copies of all parameters are kept.
+                into Python at each; otherwise copies of all parameters are kept. None for copies if they are small.
             keeps_caches: Whether caches of functions stay as the code has filled them.
             keeps_gradients: Whether copies of gradients are kept, because the code may call backward.
         """
@@ -115,6 +118,9 @@ class Trial:
         self._surroundings = Surroundings()
         stack.enter_context(self._surroundings.watched())
         self._writes = Writes({**{name: data for name, _, data, _, _ in self._parameters}, **self._large})
+        if self._watches_writes is None:  # copies take less time than a look at every operation
+            num_bytes = sum(tensor.numel() * tensor.element_size() for tensor in self._writes.tensors.values())
+            self._watches_writes = num_bytes > _MOST_COPIED_BYTES
         if self._watches_writes:
             stack.enter_context(self._writes)
         else:

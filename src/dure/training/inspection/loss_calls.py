@@ -18,8 +18,6 @@ from dure.training.inspection.call_watches import StateOfForward
 
 NUM_SAMPLES = 8
 """Number of samples of a group on which a loss is called."""
-_MOST_COPIED_BYTES = 2**20
-"""Maximum bytes of parameters that are copied for the values of a loss, so that its writes need not be watched."""
 
 
 @dataclass
@@ -129,10 +127,8 @@ class LossCalls:
 
     def trial_of_values(self) -> Trial:
         """Return a trial that serves for the values of losses only, not for what they write."""
-        # copies of few weights take less time than a look at every operation
-        num_bytes = sum(parameter.nbytes for parameter in self.model.parameters())
-        is_watching = self.watches_writes and num_bytes > _MOST_COPIED_BYTES
-        return Trial(self.model, self.objects, seed=2, watches_writes=is_watching, keeps_gradients=False)
+        watches = None if self.watches_writes else False
+        return Trial(self.model, self.objects, seed=2, watches_writes=watches, keeps_gradients=False)
 
     def set_modes(self, *, as_in_training: bool) -> None:
         """Put the model into training mode, without BatchNorm and dropout unless everything is to be as in training."""

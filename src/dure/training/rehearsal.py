@@ -87,7 +87,7 @@ class _Asked:
             self.changed.update(self._state.changed())
 
     def set_by_weights(self) -> dict[str, int]:
-        """Return checksums of the changed state beside the weights, by path, if the calls used weights."""
+        """Return checksums of the changed state without the weights, by path, if the calls used weights."""
         if self.used is None or not self.used.names:
             return {}
         with torchcompat.without_function_modes():

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch.utils.data import TensorDataset
 
 from dure.strategies.state.objects.object_state import ObjectState
 from dure.strategies.state.trial import KeptBuffers, Trial, is_equal, sharing_state
@@ -122,6 +123,14 @@ def test_trial_when_a_write_changes_no_value_then_it_is_named_all_the_same():
     with Trial(model) as trial:
         model[0].weight.data.clamp_(-100, 100)
     assert list(trial.parameters) == ["0.weight"]
+
+
+@pytest.mark.parametrize("watches_writes", [True, False, None])
+def test_trial_when_nothing_was_done_to_data_then_they_are_not_written_to(watches_writes):
+    data = TensorDataset(torch.zeros(8))
+    with Trial(nn.Linear(1, 1), {"data": data}, watches_writes=watches_writes):
+        pass
+    assert data.tensors[0]._version == 0  # of a file in memory, a write is a segmentation fault
 
 
 @pytest.mark.filterwarnings("ignore:Sparse invariant checks")  # 2.11
@@ -243,12 +252,11 @@ def test_buffers_that_are_not_selected_stay_as_they_are():
     assert model[1].running_mean.tolist() == [1, 1]
 
 
-def test_trial_when_it_may_copy_then_only_small_tensors_are_copied():
-    copied = []
-    for size in (8, 1024):
-        with Trial(nn.Linear(size, 1024), watches_writes=None) as trial:
-            copied.append(bool(trial._writes.before))
-    assert copied == [True, False]
+@pytest.mark.parametrize(("size", "num_samples"), [(8, 8), (1024, 8), (8, 2**20)])
+def test_trial_when_it_may_copy_then_only_small_tensors_are_copied(size, num_samples):
+    data = TensorDataset(torch.zeros(num_samples))
+    with Trial(nn.Linear(size, 1024), {"data": data}, watches_writes=None) as trial:
+        assert bool(trial._writes.before) == (size == num_samples)
 
 
 def test_trials_when_they_share_their_state_then_each_begins_with_what_is_true():

@@ -168,10 +168,11 @@ class Trial:
             parameter.grad = grad if grad is None or values is None else grad.copy_(values)
         for module, training in self._training:
             module.training = training
-        # operations on them were watched
-        restored = {path: self._writes.before[path] for path in self._large if path in self._writes.before}
+        restored = {path: before for path, before in self._writes.before.items() if path in self._large}
         for path, before in restored.items():
-            self._large[path].copy_(before)
+            # unwritten ones may be in memory that cannot be written, or count as changed by a write
+            if not is_equal(self._large[path], before):
+                self._large[path].copy_(before)
         self.left = [path for path in self._plain.put_back(keeps_derived=self._keeps_caches) if path not in restored]
         self.left += self._surroundings.put_back()  # after the state, which may include open files
 

@@ -4,10 +4,12 @@ import fcntl
 import os
 import select
 import shutil
+import signal
 import struct
 import subprocess
 import sys
 import termios
+import threading
 import time
 import tty
 from contextlib import closing
@@ -274,6 +276,22 @@ def test_pump_when_it_is_killed_then_another_shows_what_is_said_later(tmp_path, 
         os.write(logs.descriptors_of(0)[0], b"last words\n")
     assert capfd.readouterr().err == "last words\n"
     assert (tmp_path / "rank0.log").read_text() == "one\ntwo\nlast words\n"
+
+
+def test_pump_when_it_is_stopped_then_the_end_is_not_held_up(tmp_path, capfd):
+    logs = shown_in_order(tmp_path)
+    os.write(logs.descriptors_of(0)[0], b"one\n")
+    logs.catch_up()
+    process = logs._pumps[0]._process
+    process.send_signal(signal.SIGSTOP)
+    closing_thread = threading.Thread(target=logs.close)
+    closing_thread.start()
+    closing_thread.join(10)
+    has_ended = not closing_thread.is_alive()
+    process.send_signal(signal.SIGCONT)  # so that a failure ends too
+    closing_thread.join()
+    assert has_ended
+    assert capfd.readouterr().err == "one\n"
 
 
 def test_pump_when_nothing_was_said_then_it_is_not_started(tmp_path):

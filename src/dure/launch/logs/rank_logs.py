@@ -4,6 +4,7 @@ import fcntl
 import json
 import os
 import select
+import signal
 import socket
 import subprocess
 import sys
@@ -245,6 +246,8 @@ class _Pump:
             self.start()
         self.descriptors = ()
         self.leave()
+        if self._process is not None:
+            self._process.send_signal(signal.SIGCONT)  # if somebody has stopped it alone, its end would never come
 
     def has_ended(self, seconds: float | None) -> bool:
         """Wait for the end of the process, at most `seconds`, and return whether it has ended.

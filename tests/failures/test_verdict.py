@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from dure.documents import DocumentInvalid
+from dure.failures.frames import Frame
 from dure.failures.record import CodeLine, Departure, failure_to_json
 from dure.failures.verdict import WorkerEnd, in_brief, judge, left_early, stop_signal
 from dure.launch.nodes.messages import end_from_json, end_to_json
@@ -73,6 +74,18 @@ def test_verdict_when_a_rank_is_killed_then_it_is_told_whose_memory_was_full_if_
     first = judge(tmp_path, [end(0, 1, 1.0, **LOST), killed]).text.splitlines()[0]
     assert said in first
     assert said in in_brief(killed, 2)  # which a restart tells
+
+
+@pytest.mark.parametrize("is_at_crash", [True, False])
+def test_verdict_when_a_rank_aborts_then_causes_in_gloo_are_told_only_if_none_of_its_own_threads_did(
+    is_at_crash, tmp_path
+):
+    crash = (Frame(file="/home/me/train.py", line=5, function="work"),)
+    aborted = replace(end(0, -signal.SIGABRT), crash=crash, is_at_crash=is_at_crash)
+    text = judge(tmp_path, [aborted, end(1, 1, 1.0, **LOST)]).text
+    place = "/home/me/train.py:5 in work"
+    assert f"(SIGABRT) {'at' if is_at_crash else 'while its main thread was at'} {place}\n" in text
+    assert ("gloo aborts" in text) is not is_at_crash
 
 
 def test_verdict_when_nobody_is_known_to_be_at_fault_then_it_says_how_to_go_on(tmp_path):

@@ -61,7 +61,9 @@ class WorkerEnd:
     memory_limit_bytes: int | None = None
     """Memory limit of the container or job that was exceeded; None if the host's memory was, or none."""
     crash: tuple[Frame, ...] = ()
-    """Frames of the location where native code crashed, innermost first."""
+    """Frames of the thread that crashed in native code, innermost first; the main thread's if it was none of Python's."""
+    is_at_crash: bool = False
+    """True if the frames are those of the thread that crashed."""
     node: str = ""
     """Name of its node, for messages; empty for a run on one node."""
 
@@ -230,7 +232,8 @@ def _silent_end(end: WorkerEnd, num_ranks: int, cure: str = "", *, is_script: bo
         if end.is_out_of_memory is not None:
             how = _killed_for_memory(end.memory_limit_bytes) if end.is_out_of_memory else _KILLED_BY_SOMEBODY
         line = users_frame(end.crash)
-        where = "" if line is None else f" at {line}"
+        at = "at" if end.is_at_crash else "while its main thread was at"
+        where = "" if line is None else f" {at} {line}"
         return f"{who} was {how}{where}{cure and '; '}{cure}"
     if is_script:
         return _left(end, end.name(num_ranks, "the script"))
@@ -275,7 +278,7 @@ def _waits(first: WorkerEnd, others: list[WorkerEnd], failures: Mapping[int, Fai
             line = failure.user_line
             where = "" if line is None else f" at {line.place} in {line.function}"
             yield f"  rank {end.rank} was in {failure.collective}{where}"
-    if first.exit_code == -signal.SIGABRT and first.crash:
+    if first.exit_code == -signal.SIGABRT and first.crash and not first.is_at_crash:
         yield (
             "  gloo aborts so where ranks do not agree on the shape or the type of what they send, or where code "
             "closes descriptors that it did not open, and torch RPC at a port (TP_SOCKET_IFNAME) where anything but a "

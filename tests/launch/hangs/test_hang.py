@@ -2,6 +2,7 @@
 
 import bdb
 import json
+import tempfile
 from dataclasses import replace
 
 import pytest
@@ -10,7 +11,7 @@ from dure.checked import record_from_json
 from dure.failures.frames import OWN_ROOT, Frame
 from dure.launch.hangs.diagnosis import explain, verdict_from_json
 from dure.launch.hangs.rank_state import Call, Collective, RankState
-from dure.launch.worker.stacks import parse_stacks
+from dure.launch.worker.stacks import crash_frames, parse_stacks
 
 TORCH = "/v/lib/python3.11/site-packages/torch/distributed/distributed_c10d.py"
 
@@ -191,6 +192,20 @@ def test_stacks_when_parsed_then_the_main_thread_is_known_and_the_launcher_left_
     main, others = parse_stacks("main thread 0x7f02\n", text)
     assert main == (user(33),)
     assert others == ((Frame(file="/a b/queue.py", line=3, function="get"),),)
+
+
+@pytest.mark.parametrize(("word", "crashed"), [("Current thread", True), ("Thread", False)])
+def test_crash_when_a_thread_of_python_had_it_then_its_line_is_known_and_not_the_main_threads(word, crashed):
+    text = (
+        "main thread 0x7f02\nFatal Python error: Aborted\n\n"
+        f'{word} 0x00007f01 (most recent call first):\n  File "/home/me/train.py", line 5 in work\n\n'
+        'Thread 0x00007f02 (most recent call first):\n  File "/home/me/train.py", line 33 in train\n'
+    )
+    with tempfile.TemporaryFile() as file:
+        file.write(text.encode())
+        file.flush()
+        (frame,), is_at_crash = crash_frames(file.fileno())
+    assert (frame.line, is_at_crash) == ((5, True) if crashed else (33, False))
 
 
 def inside(op, peer=None, role=None, **fields):

@@ -11,6 +11,7 @@ _STACKS_LIMIT_BYTES = 2**20
 _LAUNCHER = own_file("dure.launch.worker.child")
 _MAIN = re.compile(r"^main thread 0x([0-9a-f]+)$", re.M)
 _THREAD = re.compile(r"^(?:Current thread|Thread) 0x([0-9a-f]+)[^\n]*:\n((?:  [^\n]*\n?)*)", re.M)
+_CRASHED = re.compile(r"^Current thread 0x[^\n]*:\n((?:  [^\n]*\n?)*)", re.M)
 _FRAME = re.compile(r'^  File "(.+)", line (\d+) in (.+)$', re.M)
 Threads = tuple[tuple[Frame, ...], tuple[tuple[Frame, ...], ...]]
 """Frames of the main thread, and those of the others."""
@@ -25,11 +26,18 @@ def written_stacks(descriptor: int, begin: int) -> Threads:
     return parse_stacks(head(descriptor), os.pread(descriptor, _STACKS_LIMIT_BYTES, begin).decode(errors="replace"))
 
 
-def crash_frames(descriptor: int) -> tuple[Frame, ...]:
-    """Return the main thread's frames at a crash in native code, the innermost first; empty if there was none."""
+def crash_frames(descriptor: int) -> tuple[tuple[Frame, ...], bool]:
+    """Return a thread's frames at a crash in native code, the innermost first, and whether that thread crashed.
+
+    If it was not one of Python's that crashed, the frames are the main thread's; if none crashed, there are no frames.
+    """
     text = os.pread(descriptor, _STACKS_LIMIT_BYTES, 0).decode(errors="replace")
     head, is_crash, rest = text.rpartition("Fatal Python error: ")
-    return parse_stacks(head, rest)[0] if is_crash else ()
+    if not is_crash:
+        return (), False
+    if (crashed := _CRASHED.search(rest)) is not None:
+        return _frames(crashed[1]), True
+    return parse_stacks(head, rest)[0], False
 
 
 def _frames(text: str) -> tuple[Frame, ...]:

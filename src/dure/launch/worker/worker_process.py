@@ -65,6 +65,7 @@ class Worker:
             # an exception is due to the task, and would recur on another rank; a kill is due to the machine
             was_killed = code < 0 and code not in STOP_ENDS and not self.was_stopped and failure is None
             is_out_of_memory = self.oom.was_killed() if was_killed and code == -signal.SIGKILL else None
+            crash, is_at_crash = crash_frames(self.stacks_fd) if code < 0 and not self.was_stopped else ((), False)
             self.end = WorkerEnd(
                 rank=self.rank,
                 exit_code=code,
@@ -76,7 +77,8 @@ class Worker:
                 is_tolerated=self.is_expendable and was_killed and self.has_begun(),
                 is_out_of_memory=is_out_of_memory,
                 memory_limit_bytes=self.oom.limit_bytes() if is_out_of_memory else None,
-                crash=crash_frames(self.stacks_fd) if code < 0 and not self.was_stopped else (),
+                crash=crash,
+                is_at_crash=is_at_crash,
             )
             self._close()
 

@@ -189,6 +189,23 @@ def test_failure_when_records_meet_a_full_disk_then_it_is_one_sentence_of_misuse
     assert (failure.type, failure.exit_code, failure.is_ours) == (DiskFull.__name__, 2, True)
 
 
+def in_loader(deed) -> None:
+    exec(compile("deed()", torch.utils.data.dataloader.__file__, "exec"), {"deed": deed})
+
+
+def test_failure_when_a_loader_finds_no_shared_memory_then_it_is_not_the_disk(monkeypatch):
+    monkeypatch.setattr("dure.failures.report.is_foreign", lambda file: False)
+    monkeypatch.setattr("dure.failures.report.users_first", lambda files: [])
+    failure = caught(lambda: in_loader(lambda: _raise(OSError(errno.ENOSPC, "No space left on device"))))
+    assert (failure.exit_code, failure.is_ours) == (3, True)
+    assert failure.message.startswith("/dev/shm is full")
+
+
+def test_failure_when_a_sample_cannot_be_read_then_no_loader_process_has_died():
+    failure = caught(lambda: in_loader(lambda: _raise(FileNotFoundError("no image"))))
+    assert failure.message == "no image"
+
+
 def test_failure_when_the_loss_is_not_finite_then_its_message_stands_alone():
     failure = caught(lambda: _raise(LossNotFinite("the loss is nan at step 5")))
     assert failure.is_ours

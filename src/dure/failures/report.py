@@ -14,7 +14,7 @@ from typing import Any, Literal
 
 import torch
 
-from dure.errors import DiskFull, DureError, Misuse, PeerLost, ReplicasDiverged, TaskInvalid, message_of
+from dure.errors import DiskFull, DureError, EnvironmentLacks, Misuse, PeerLost, ReplicasDiverged, TaskInvalid, message_of
 from dure.failures.device_errors import AskDriver, DeviceError, device_error
 from dure.failures.frames import (
     OWN_ROOT,
@@ -51,6 +51,7 @@ _PEER_LOST_WORDS = (
     "originated at tensorpipe",
     "peerlost: ",  # ours, after it has passed through torch's C++, for example by DDP's communication hooks
 )
+_LOADER = "torch/utils/data/dataloader.py"
 _LOADER_MARK = "Original Traceback (most recent call last):"
 _FRAME = re.compile(r'^ *File "(?P<file>.+)", line (?P<line>\d+), in (?P<function>.+)\n(?: {4,}(?P<text>\S.*))?', re.M)
 _OTHER_ROOM = "--precision bf16, a strategy that divides the model (fsdp, pipeline), or a device with more memory"
@@ -70,6 +71,10 @@ _GRADIENT_ADVICE = (
     "an evaluation computes without gradients: let what needs them in the loss compute under torch.enable_grad()"
 )
 _LOADER_ADVICE = "often the host's memory or /dev/shm ran out; use fewer --num-workers"
+_SHARED_MEMORY_FULL = (
+    "/dev/shm is full, through which loader processes hand over their batches: free some space there, give the container "
+    "more (--shm-size=8g or --ipc=host), or use --num-workers 0"
+)
 
 
 def describe_failure(
@@ -234,9 +239,13 @@ def report_undisturbed(report: Callable[[], int]) -> int:
 
 
 def _named(error: BaseException) -> BaseException:
-    """Replace an error that dure itself met while writing its records by one of its own class."""
+    """Replace an error that dure itself met, while it wrote records or used a loader, by one of its own class."""
     if DiskFull.is_reported_by(error) and _user_line(error) is None:
-        named = DiskFull(f"the disk is full while records are written: {DiskFull.CURE}")
+        named = (
+            EnvironmentLacks(_SHARED_MEMORY_FULL)
+            if _is_in_loader(error)
+            else DiskFull(f"the disk is full while records are written: {DiskFull.CURE}")
+        )
         return named.with_traceback(error.__traceback__)
     if isinstance(error, OSError) and error.errno == errno.EBADF and _is_in_dure(error):
         closed = TaskInvalid(
@@ -294,8 +303,14 @@ def _is_loader_lost(error: BaseException) -> bool:
     """Return whether a loader process died: torch may notice it, or the rank cannot open a batch's memory."""
     if isinstance(error, RuntimeError):
         return message_of(error).startswith("DataLoader worker (pid")
-    frames = traceback.extract_tb(error.__traceback__) if isinstance(error, OSError | EOFError) else []
-    return any("torch/utils/data/dataloader.py" in frame.filename for frame in frames)
+    return isinstance(error, OSError | EOFError) and _is_in_loader(error)
+
+
+def _is_in_loader(error: BaseException) -> bool:
+    """Return whether torch's loader raised an exception in this process, and not a sample that it read."""
+    files = [frame.filename for frame in traceback.extract_tb(error.__traceback__)]
+    loader = next((file for file in reversed(files) if is_foreign(file) or _LOADER in file), "")
+    return _LOADER in loader
 
 
 def _message_of_loader(message: str) -> str:

@@ -12,7 +12,9 @@ from dure.cluster.rank import RankInfo
 from dure.launch.scripts.script_worker import environment, local_rank_flag
 from dure.process.context import Place, StoreAddress
 from dure.process.jobs import ScriptJob
-from tests.commands import Command, Prewarmed
+from tests.commands import Command, Prewarmed, RunFiles
+
+TASK = f"{Path(__file__).parents[2] / 'faulty_task.py'}:Faulty"
 
 SCRIPT = """
 import argparse, atexit, json, os, sys
@@ -202,6 +204,19 @@ def test_script_when_it_fails_once_then_is_started_again(prewarmed, tmp_path):
     assert run.code == 0, run.err
     assert run.out.count("met") == 2
     assert "restart 1 of 1" in run.err
+
+
+@pytest.mark.slow
+def test_script_when_it_trains_a_task_then_its_ranks_are_those_of_the_training(prewarmed, tmp_path):
+    (tmp_path / "script.py").write_text(
+        "import dure\n\nif __name__ == '__main__':\n"
+        f"    summary = dure.train({TASK!r}, strategy='ddp', global_batch_size=8, name='trained', quiet=True)\n"
+        "    print(summary.status, flush=True)\n"
+    )
+    command = prewarmed.run(tmp_path, "run", "--nproc", 2, "script.py")
+    assert command.code == 0, command.err
+    assert sorted(command.out.splitlines()) == ["[rank 0] completed", "[rank 1] completed"]
+    assert len(RunFiles(tmp_path / "runs/trained").records(1)) > 1
 
 
 def test_script_when_its_run_folder_is_removed_then_it_goes_on_and_its_exit_code_counts(prewarmed, tmp_path):

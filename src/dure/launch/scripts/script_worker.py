@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from dure.launch.hangs.rank_state import collective_from
 from dure.launch.scripts.main_module import exit_code_of, finish_files, run_as_main, traceback_of_main
+from dure.launch.worker.child import be_a_script
 from dure.process.context import Place
 from dure.process.heartbeat import Heartbeats
 from dure.process.jobs import ScriptJob
@@ -54,6 +55,7 @@ def main(job: ScriptJob, place: Place) -> int:
         # A terminal, or `timeout`, signals the whole group, and the supervisor forwards the same signal: once is
         # enough. And a script that signals its group should reach only its own processes.
         os.setpgrp()
+    be_a_script()
     before_fork(job)  # needed by a spawned rank; a forked one has inherited it
     os.environ.update(environment(job, place))
     _set_threads(place.threads)

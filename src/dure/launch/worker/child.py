@@ -23,8 +23,14 @@ _is_worker = False
 
 
 def is_worker() -> bool:
-    """Return whether this process is a worker that dure's supervisor started."""
+    """Return whether dure's supervisor started this process, and not to run a script."""
     return _is_worker
+
+
+def be_a_script() -> None:
+    """Let the code of this worker call what trains and evaluates, as under another launcher."""
+    global _is_worker
+    _is_worker = False
 
 
 @dataclass(frozen=True, kw_only=True)

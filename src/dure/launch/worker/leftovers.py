@@ -12,7 +12,7 @@ import time
 from collections.abc import Collection, Iterator
 from contextlib import suppress
 
-MARK_VARIABLE = "DURE_RANK_MARK"
+MARK_VARIABLE = "DURE_INTERNAL_RANK_MARK"
 _PATIENCE_SECONDS = 1.0
 _END_BY_THEMSELVES = (b"multiprocessing.resource_tracker", b"torch_shm_manager")
 """Programs that remove the shared memory of processes that are gone, and then end."""

@@ -198,7 +198,7 @@ def test_failure_when_a_loader_finds_no_shared_memory_then_it_is_not_the_disk(mo
     monkeypatch.setattr("dure.failures.report.users_first", lambda files: [])
     failure = caught(lambda: in_loader(lambda: _raise(OSError(errno.ENOSPC, "No space left on device"))))
     assert (failure.exit_code, failure.is_ours) == (3, True)
-    assert failure.message.startswith("/dev/shm is full")
+    assert failure.message.startswith("there is no space left in /dev/shm")
 
 
 def test_failure_when_a_sample_cannot_be_read_then_no_loader_process_has_died():

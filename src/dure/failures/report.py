@@ -14,7 +14,16 @@ from typing import Any, Literal
 
 import torch
 
-from dure.errors import DiskFull, DureError, EnvironmentLacks, Misuse, PeerLost, ReplicasDiverged, TaskInvalid, message_of
+from dure.errors import (
+    DiskFull,
+    DureError,
+    EnvironmentLacks,
+    Misuse,
+    PeerLost,
+    ReplicasDiverged,
+    TaskInvalid,
+    message_of,
+)
 from dure.failures.device_errors import AskDriver, DeviceError, device_error
 from dure.failures.frames import (
     OWN_ROOT,
@@ -72,8 +81,8 @@ _GRADIENT_ADVICE = (
 )
 _LOADER_ADVICE = "often the host's memory or /dev/shm ran out; use fewer --num-workers"
 _SHARED_MEMORY_FULL = (
-    "/dev/shm is full, through which loader processes hand over their batches: free some space there, give the container "
-    "more (--shm-size=8g or --ipc=host), or use --num-workers 0"
+    "there is no space left in /dev/shm, through which loader processes hand over their batches: free some, give the "
+    "container more (--shm-size=8g or --ipc=host), or use --num-workers 0"
 )
 
 

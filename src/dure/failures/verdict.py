@@ -61,7 +61,7 @@ class WorkerEnd:
     memory_limit_bytes: int | None = None
     """Memory limit of the container or job that was exceeded; None if the host's memory was, or none."""
     crash: tuple[Frame, ...] = ()
-    """Frames of the thread that crashed in native code, innermost first; the main thread's if no thread of Python did."""
+    """Frames of the thread that crashed in native code, innermost first; the main thread's if none of Python did."""
     is_at_crash: bool = False
     """True if the frames are those of the thread that crashed."""
     node: str = ""

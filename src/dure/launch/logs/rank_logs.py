@@ -247,7 +247,7 @@ class _Pump:
         self.descriptors = ()
         self.leave()
         if self._process is not None:
-            self._process.send_signal(signal.SIGCONT)  # if somebody has stopped it alone, its end would never come
+            self._process.send_signal(signal.SIGCONT)  # if a user has stopped it alone, it would never end
 
     def has_ended(self, seconds: float | None) -> bool:
         """Wait for the end of the process, at most `seconds`, and return whether it has ended.

@@ -3,11 +3,14 @@
 import io
 import os
 import re
+from pathlib import Path
 
 import pytest
 
 from dure.records.step_record import Metric, StepRecord
 from dure.training.progress import Progress
+from tests.conformance.cases import train_case
+from tests.conformance.tasks import Regression
 
 
 def record(step: int, *, time: float = 2e9) -> StepRecord:
@@ -83,3 +86,11 @@ def test_progress_when_its_reader_goes_away_then_training_goes_on_in_silence():
     progress.close()
     with pytest.raises(OSError, match="Broken pipe"):
         stream.close()
+
+
+def test_first_lines_when_the_folder_has_a_line_break_then_it_stays_in_its_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    train_case(tmp_path / "a\nb", Regression(), quiet=False, samples=7, global_batch_size=7, start="inline")
+    (line,) = [line for line in capsys.readouterr().err.splitlines() if line.startswith("run folder")]
+    assert line.startswith(f"run folder {tmp_path}/a\\x0ab/")

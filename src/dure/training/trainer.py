@@ -17,6 +17,7 @@ from dure.strategies.contract.step_facts import LostShare, Requests
 from dure.strategies.state.objects.object_state import ObjectState
 from dure.strategies.state.shared_storage import recomputed_weights
 from dure.strategies.state.trial import KeptBuffers
+from dure.terminal import one_line
 from dure.torchcompat import step_hook_registries
 from dure.training.best_metric import Best
 from dure.training.late_inspection import LateInspection
@@ -484,7 +485,7 @@ class Trainer:
         self.progress.print_lines(
             f"{type(session.task).__name__}: {strategy.info.name} on {devices}{through}\n"
             f"{session.order.num_samples:,} samples, global batch {spec.global_batch_size}, seed {spec.seed}\n"
-            f"run folder {self.run.path}"
+            f"run folder {one_line(self.run.path)}"
         )
         if self.position.step:
             self.progress.print_lines(

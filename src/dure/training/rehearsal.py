@@ -86,14 +86,16 @@ class _Asked:
         with torchcompat.without_function_modes():
             self.changed.update(self._state.changed())
 
-    def set_by_weights(self) -> dict[str, int]:
-        """Return checksums of the changed state without the weights, by path, if the calls used weights."""
-        if self.used is None or not self.used.names:
-            return {}
+    def state_without_weights(self) -> dict[str, int]:
+        """Return checksums of the state that is changed now, by path, without the weights."""
         with torchcompat.without_function_modes():
             changed = self._state.changed()
-        found = {path: value for path, value in changed.items() if not self.used.watches(self._state.first.get(path))}
-        return {path: zlib.crc32(repr(value).encode()) for path, value in found.items()}
+        held = self._state.first
+        return {
+            path: zlib.crc32(repr(value).encode())
+            for path, value in changed.items()
+            if self.used is None or not self.used.watches(held.get(path))
+        }
 
 
 def _ask_all_along(session: Session, schedule: Schedule, asked: _Asked) -> None:
@@ -199,15 +201,18 @@ def _compare_schedules(session: Session, schedule: Schedule | None) -> None:
         _kept_groups(strategy.built_optimizer),
     ):
         here = _factors(strategy, schedule, session.total_samples)
-        state = asked.set_by_weights() if strategy.rules.divides_gradients else {}
-    everyones = strategy.group.all_gather_json([here, state])
-    for rank, (factors, theirs) in enumerate(everyones):
+        uses_weights = asked.used is not None and bool(asked.used.names)
+        state = asked.state_without_weights() if strategy.rules.divides_gradients else {}
+    everyones = strategy.group.all_gather_json([here, state, uses_weights])
+    sets_by_weights = any(uses for *_, uses in everyones)
+    for rank, (factors, theirs, _) in enumerate(everyones):
         if difference := _first_difference(everyones[0][0], factors, "on rank 0", f"on rank {rank}"):
             raise TaskInvalid(
                 f"{difference}: compute it from the samples alone, and not from the number of a rank or a host's files"
             )
         others = everyones[0][1]
-        if other := [path for path in {**others, **theirs} if others.get(path) != theirs.get(path)]:
+        other = [path for path in {**others, **theirs} if others.get(path) != theirs.get(path)]
+        if sets_by_weights and other:
             raise TaskInvalid(
                 f"the task's schedule sets {few_of(other)} by weights, of which a rank of {strategy.info.name} has a "
                 "part only: let the loss use them on every batch, or use ddp"

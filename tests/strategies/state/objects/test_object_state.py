@@ -21,6 +21,7 @@ import torch
 from torch import nn
 
 from dure.strategies.state.objects.object_state import ObjectState
+from dure.strategies.state.objects.state_places import comparable
 from dure.strategies.state.objects.used_globals import used_globals
 
 
@@ -539,3 +540,15 @@ def test_cache_of_a_function_when_it_grows_then_it_is_emptied_again_and_counts_a
     assert state.put_back() == []
     assert cached.cache_info().currsize == 1
     assert cached(1) is first
+
+
+def test_value_that_cannot_be_compared_is_shown_alike_in_every_process():
+    shown = {repr(comparable([Version(number)])) for number in (1, 2)}
+    assert shown == {"[<Version>]"}
+
+
+class Version:
+    """Object of a user's class."""
+
+    def __init__(self, number: int) -> None:
+        self.number = number

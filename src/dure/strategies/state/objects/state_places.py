@@ -121,6 +121,10 @@ class _Incomparable:
     def __hash__(self) -> int:
         return id(self.value)
 
+    def __repr__(self) -> str:
+        """Return the class alone, because addresses differ between processes."""
+        return f"<{type(self.value).__qualname__}>"
+
 
 def comparable(value: Any, depth: int = 4) -> Any:
     """Return a value that is equal for similar values, a few levels deep into containers."""

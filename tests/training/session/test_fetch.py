@@ -2,6 +2,8 @@
 
 import multiprocessing
 import random
+from contextlib import nullcontext
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -13,6 +15,7 @@ from dure.data import TensorData
 from dure.data.randomness import sample_uniform
 from dure.errors import DataInvalid, TaskInvalid
 from dure.strategies.sections.absent_tensors import made_absent
+from dure.training.session import loader as loader_module
 from dure.training.session.loader import FetchRequest, Loader, SampleFetch, check_dataset
 
 CPU = torch.device("cpu")
@@ -191,6 +194,33 @@ def test_samples_that_do_not_go_together_are_named():
     with pytest.raises(RuntimeError, match="stack expects each tensor to be equal size") as caught:
         fetched(Ragged(), [[2, 4, 3]])
     assert caught.value.__notes__ == ["while collating samples 2, 4, 3 of the data"]
+
+
+class Graded(Drawing):
+    """Gives the level that it has when it is read, which a schedule or a loss may set."""
+
+    level = 0
+
+    def __getitem__(self, index):
+        return self.level
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_batch_when_data_follow_what_steps_set_then_is_that_of_its_step_on_every_device(device, monkeypatch):
+    # the host plays the accelerator and its streams
+    monkeypatch.setattr(loader_module, "to_device", lambda batch, device: batch)
+    monkeypatch.setattr(loader_module, "tensors_in", lambda batch: [])
+    monkeypatch.setattr(loader_module, "_pinned", lambda tensor: tensor)
+    monkeypatch.setattr(torch, "Stream", lambda device: nullcontext())
+    monkeypatch.setattr(torch.accelerator, "current_stream", lambda device: Mock())
+    data = Graded()
+    requests = (FetchRequest(0, np.array([index])) for index in range(4))
+    loader = Loader(SampleFetch(data, default_collate, 0), torch.device(device), 0)
+    levels = []
+    for batch in loader.batches(requests):
+        levels.append(int(batch))
+        data.level += 1
+    assert levels == [0, 1, 2, 3]
 
 
 class Stream(IterableDataset):

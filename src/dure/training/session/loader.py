@@ -214,7 +214,7 @@ class Loader:
         if self._device.type == "cpu":
             return iter(host_batches)
         if self._device.type == "cuda":
-            return _copied_ahead(host_batches, self._device)
+            return _copied_beside(host_batches, self._device)
         return (to_device(batch, self._device) for batch in host_batches)
 
     def _with_workers(self, requests: Iterable[FetchRequest]) -> Iterator[Any]:
@@ -240,36 +240,28 @@ class Loader:
             signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
-def _copied_ahead(host_batches: Iterable[Any], device: torch.device) -> Iterator[Any]:
-    """Copy the next batch on a separate stream while the device computes on this one."""
-    stream = torch.Stream(device)
+def _copied_beside(host_batches: Iterable[Any], device: torch.device) -> Iterator[Any]:
+    """Copy each batch on a separate stream, while the device still computes the one before.
 
-    def begin_copy(batch: Any) -> Any:
+    No batch is fetched before it is asked for: its samples may depend on what the step before has set.
+    """
+    stream = torch.Stream(device)
+    for batch in host_batches:
         with stream:
             # the caching host allocator keeps pinned memory until its copy is done
-            pinned = map_tensors(batch, _pinned)
-            return to_device(pinned, device)
-
-    source = iter(host_batches)
-    waiting = next(source, _END)
-    waiting = waiting if waiting is _END else begin_copy(waiting)
-    while waiting is not _END:
-        torch.accelerator.current_stream(device).wait_stream(stream)
+            ready = to_device(map_tensors(batch, _pinned), device)
+        computing = torch.accelerator.current_stream(device)
+        computing.wait_stream(stream)
         # the copy was allocated on the other stream, which must not reuse its memory while it is in use here
-        for tensor in tensors_in(waiting):
-            tensor.record_stream(torch.accelerator.current_stream(device))
-        ready, following = waiting, next(source, _END)
-        waiting = following if following is _END else begin_copy(following)
+        for tensor in tensors_in(ready):
+            tensor.record_stream(computing)
         yield ready
-        # release this batch's memory before the batch after the next is fetched
-        del ready, following
+        # release this batch's memory before the next is fetched
+        del batch, ready
 
 
 def _pinned(tensor: torch.Tensor) -> torch.Tensor:
     return tensor if tensor.device.type != "cpu" or tensor.is_pinned() else tensor.pin_memory()
-
-
-_END = object()
 
 
 class _Requests:

@@ -84,7 +84,7 @@ def no_json(path: Path) -> None:
 
 def state_of_a_tensor_that_is_not_there(path: Path) -> None:
     state = json.loads((path / "state.json").read_text())
-    state["optimizer"] = {"state": {"frozen": {"exp_avg": {"$tensor": "nowhere"}}}}
+    state["optimizer"] = {"state": {"frozen": {"exp_avg": {"$tensor": "nowhere"}}}, "groups": [{"$tensor": "nowhere"}]}
     replaced(path, "state.json", json.dumps(state).encode())
 
 

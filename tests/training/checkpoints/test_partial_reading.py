@@ -26,6 +26,7 @@ from dure.training.run_state.capture import Progression
 from dure.training.run_state.snapshot_policy import MemorySaver
 from tests.conformance.cases import train_case
 from tests.conformance.tasks import Regression
+from tests.training.checkpoints import malice
 from tests.training.checkpoints.checkpoint_cases import ThreadGroup, at, flip_bit, new_store, save
 from tests.training.snapshots.test_snapshot_state import Net, momentum, session_of
 
@@ -88,6 +89,17 @@ def test_file_when_nothing_of_it_is_needed_is_not_read_and_any_other_is_checked_
         with pytest.raises(CheckpointDamaged, match=r"model\.safetensors was altered"):
             Checkpoint.read(path, needs=first_rows)
         flip_bit(path / "model.safetensors", bit)
+
+
+def test_weights_when_only_they_are_read_then_the_optimizers_state_need_not_be_right(tmp_path):
+    path = in_rows(tmp_path, 1)
+    malice.state_of_a_tensor_that_is_not_there(path)
+    needs = Needs(model={"w": PARTS[0]}, optimizer={"w": PARTS[0]})
+    for used in (None, needs):
+        found = Checkpoint.read(path, weights_only=True, needs=used)
+        assert torch.equal(found._saved("model", "w").whole(), WHOLE)
+        with pytest.raises(CheckpointDamaged, match=r"state\.json is not what dure writes: KeyError\('nowhere'\)"):
+            Checkpoint.read(path, needs=used)
 
 
 @pytest.fixture

@@ -1,7 +1,7 @@
 """Parts of a checkpoint that a rank needs, tensor by tensor, and the files that hold them."""
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,13 +17,16 @@ Wanted = Mapping[str, Rectangle]
 """Parts of saved tensors, by tensor name."""
 
 
-def wanted_parts(manifest: Manifest, state: Mapping[str, Any], needs: Needs | None) -> dict[str, Wanted]:
+def wanted_parts(
+    manifest: Manifest, state: Mapping[str, Any], needs: Needs | None, parts: Collection[str]
+) -> dict[str, Wanted]:
     """Return the needed parts of the saved tensors, for the model and for the optimiser.
 
     Args:
         manifest: Manifest of the checkpoint.
-        state: State in the checkpoint without tensors.
+        state: State in the checkpoint without tensors. That of the optimiser is used only if its tensors are read.
         needs: Names and parts that a rank loads, named as in its model; None for everything.
+        parts: `model`, or `model` and `optimizer`.
     """
     if needs is None:
         return {"model": dict(_wholes(manifest.model)), "optimizer": dict(_wholes(manifest.optimizer))}
@@ -37,6 +40,8 @@ def wanted_parts(manifest: Manifest, state: Mapping[str, Any], needs: Needs | No
         own = manifest.aliases.get(name, name)
         if own in manifest.model:
             model[own] = Rectangle.of_whole(manifest.model[own].shape)
+    if "optimizer" not in parts:
+        return {"model": model}
     return {"model": model, "optimizer": dict(_optimizer_parts(manifest, state["optimizer"], needs.optimizer))}
 
 

@@ -112,8 +112,8 @@ class Checkpoint:
             manifest = read_manifest(path)
             state = _parse_state(bytes(_read(path, manifest, STATE_NAME)))
             _check_state(state, manifest, weights_only=weights_only)
-            wanted = wanted_parts(manifest, state, needs)
             parts = PARTS[:1] if weights_only else PARTS
+            wanted = wanted_parts(manifest, state, needs, parts)
             held = {part: read_part(path, manifest, getattr(manifest, part), wanted[part]) for part in parts}
             own, first = ({} if weights_only else _read_own(path, manifest, number) for number in (rank, 0))
         except (CheckpointDamaged, CheckpointMismatch) as error:
@@ -127,7 +127,7 @@ class Checkpoint:
             share: One of the shares that make up the checkpoint.
             needs: Parts that the rank loads.
         """
-        wanted = wanted_parts(self.manifest, self._state, needs)
+        wanted = wanted_parts(self.manifest, self._state, needs, PARTS)
         for part, tensors in share.parts.items():
             for name, value in tensors.items():
                 piece, pieces = own_shard(value), self._held[part].get(name, [])

@@ -1,5 +1,6 @@
 """Run folders that nobody should have written: one sentence each, and the other runs are listed all the same."""
 
+import errno
 import json
 import os
 from collections.abc import Callable
@@ -145,6 +146,22 @@ def test_runs_when_one_is_anothers_then_it_is_one_line(runs: Path, capsys: pytes
     (runs / "bad").chmod(0o700)
     assert code == 0
     assert "cannot be read: Permission denied" in said
+
+
+@pytest.mark.parametrize("words", [["diff", "runs/bad", "runs/good"], ["runs"], ["doctor", "runs/bad"]])
+def test_command_when_a_file_is_anothers_then_one_sentence_says_so(
+    words: list[str], runs: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(path: Path, *_: Any) -> None:
+        raise PermissionError(errno.EACCES, "Permission denied", str(path))
+
+    monkeypatch.chdir(runs.parent)
+    monkeypatch.setattr(Path, "iterdir", refuse)  # as root may read everything
+    monkeypatch.setattr("dure.records.run_dir.read_lines", refuse)
+    code, said = spoken(capsys, *words)
+    assert code == 2
+    assert said.startswith("dure: runs")
+    assert said.endswith("Permission denied\n")
 
 
 def test_record_when_a_name_is_no_unicode_then_it_is_kept(tmp_path: Path) -> None:

@@ -137,6 +137,13 @@ def test_length_when_a_higher_source_counts_otherwise_then_the_lower_one_is_set_
         ({"epochs": 1, "samples": 64}, "flag --epochs and flag --samples both say how long to train: give one"),
         ({"epochs": "many"}, "flag --epochs: epochs is 'many' but must be a number above 0"),
         ({"epochs": float("inf")}, "flag --epochs: epochs is inf but must be a number above 0"),
+        (
+            {"timeout_seconds": 1e10},
+            "flag --timeout-seconds: timeout_seconds is 10000000000.0 but must be a number above 0 and of at most",
+        ),
+        ({"threads": 4097}, "flag --threads: threads is 4097 but must be a whole number above 0 and of at most 4096"),
+        ({"runs_dir": "a\0b"}, "flag --runs-dir: runs_dir is 'a\\x00b' but must be a path"),
+        ({"faults": "a\0b"}, "flag --faults: faults is 'a\\x00b' but must be a path"),
         ({"seed": -1}, f"flag --seed: seed is -1 but must be a whole number of at least 0 and below {2**63}"),
         ({"seed": True}, f"flag --seed: seed is True but must be a whole number of at least 0 and below {2**63}"),
         ({"precision": "fp8"}, "flag --precision: precision is 'fp8' but must be one of fp32, bf16, fp16"),

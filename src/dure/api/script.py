@@ -42,6 +42,7 @@ from dure.process.jobs import ScriptJob
 from dure.process.stop_signals import stop_exit_code
 from dure.records.run_dir import RunDir
 from dure.records.step_record import ScriptSummary
+from dure.spec.fields import MOST_THREADS
 from dure.terminal import shell_word
 
 _ENTRY = "dure.launch.scripts.script_worker"
@@ -269,13 +270,14 @@ def _check(settings: ScriptSettings) -> tuple[int, NodeSettings | None]:
         faults.append(f"nproc is {settings.nproc!r} but must be a whole number above 0, auto, gpu or cpu")
     if settings.shown_ranks is not None and not re.fullmatch(r"\d+(,\d+)*", settings.shown_ranks):
         faults.append(f"local_ranks_filter is {settings.shown_ranks!r} but must be local ranks, as 0,1")
+    threads = 1 if settings.threads is None else settings.threads
     faults += [
         f"{name} is {value:g} but must be a number {words}"
         for name, value, is_right, words in (
             ("max_restarts", settings.max_restarts, settings.max_restarts >= 0, "of at least 0"),
             ("hang_after", settings.hang_after or 0, settings.hang_after is None or settings.hang_after > 0, "above 0"),
             ("grace_seconds", settings.grace_seconds, settings.grace_seconds > 0, "above 0"),
-            ("threads", settings.threads or 0, settings.threads is None or settings.threads > 0, "above 0"),
+            ("threads", threads, 0 < threads <= MOST_THREADS, f"above 0 and of at most {MOST_THREADS}"),
         )
         if not is_right
     ]

@@ -8,16 +8,29 @@ from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 
 from annotated_types import Ge, Gt, Le, Lt
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
 from pydantic.fields import FieldInfo
 
 from dure.errors import SpecInvalid
 from dure.spec.old_names import of_now
 
+MOST_SECONDS = 10**9
+"""Upper limit in seconds of a timeout, about 30 years: torch counts nanoseconds, and takes a much larger one for 0."""
+MOST_THREADS = 4096
+"""Upper limit of CPU threads per process. OpenMP crashes if the system refuses it a thread."""
+
 
 def _as_text(value: Any) -> Any:
     return str(value) if isinstance(value, int) and not isinstance(value, bool) else value
 
+
+def _without_nul(path: Path | None) -> Path | None:
+    if path is not None and "\0" in str(path):
+        raise ValueError("a path has no NUL")
+    return path
+
+
+_OfFileSystem = AfterValidator(_without_nul)
 
 RUN_NAME_PATTERN = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$"
 """Pattern of a run's name, which is also the name of its folder: it can neither leave the runs folder nor look like an
@@ -90,8 +103,12 @@ class _Execution(_Group):
         Field("auto", description="all-reduce algorithm; auto: shared memory between CPU ranks of one host")
     )
     start: Literal["auto", "fork", "spawn", "inline"] = Field("auto", description="how worker processes start")
-    threads: int | None = Field(None, gt=0, description="CPU threads per process (default: cores / processes)")
-    timeout_seconds: float = Field(600.0, gt=0, description="a collective that takes longer is an error")
+    threads: int | None = Field(
+        None, gt=0, le=MOST_THREADS, description="CPU threads per process (default: cores / processes)"
+    )
+    timeout_seconds: float = Field(
+        600.0, gt=0, le=MOST_SECONDS, description="a collective that takes longer is an error"
+    )
     preflight: bool = Field(False, description="check machines and network first, and start only if all is well")
     accept_changes: bool = Field(False, description="resume although the task's code or data are not as they were")
     trust_task: bool = Field(
@@ -174,7 +191,9 @@ class _Failures(_Group):
         gt=0,
         description="steps between snapshots in memory, to go on from (default: each step, or for 2 % of the time)",
     )
-    faults: Path | None = Field(None, description="TOML file of failures on purpose: which rank, which step, how")
+    faults: Annotated[Path | None, _OfFileSystem] = Field(
+        None, description="TOML file of failures on purpose: which rank, which step, how"
+    )
 
 
 class _Hosts(_Group):
@@ -189,7 +208,7 @@ class _Hosts(_Group):
     )
     node_rank: int | None = Field(None, ge=0, description="which of the hosts this is, from 0; another on each")
     rendezvous: str | None = Field(None, description="where the hosts meet: an address of host 0, as 10.0.0.1:29400")
-    secret_file: Path | None = Field(
+    secret_file: Annotated[Path | None, _OfFileSystem] = Field(
         None, description="what the hosts know each other by (default: ~/.config/dure/secret)"
     )
     rendezvous_timeout: float = Field(600.0, gt=0, description="seconds to wait for the other hosts")
@@ -201,7 +220,7 @@ class _Place(_Group):
 
     title: ClassVar[str] = "Where, and what is shown"
 
-    runs_dir: Annotated[Path, Everyday] = Field(Path("runs"), description="folder of the runs")
+    runs_dir: Annotated[Path, Everyday, _OfFileSystem] = Field(Path("runs"), description="folder of the runs")
     name: Annotated[str | None, Everyday] = Field(
         None, pattern=RUN_NAME_PATTERN, description="name of the run (default: date, task and strategy)"
     )
@@ -431,7 +450,7 @@ def requirement_of(info: FieldInfo) -> str:
     kind = kinds(info)[0]
     if typing.get_origin(kind) is Literal:
         return "one of " + ", ".join(typing.get_args(kind))
-    words = {bool: "true or false", int: "a whole number", float: "a number"}.get(kind, "text")
+    words = {bool: "true or false", int: "a whole number", float: "a number", Path: "a path"}.get(kind, "text")
     bounds = [(Gt, "gt", "above"), (Ge, "ge", "of at least"), (Lt, "lt", "below"), (Le, "le", "of at most")]
     conditions = [
         f"{word} {getattr(limit, attribute)}"

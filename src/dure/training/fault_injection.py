@@ -28,6 +28,7 @@ from dure.errors import SpecInvalid
 from dure.records import events
 from dure.records.run_dir import RunDir
 from dure.records.sums import Sum
+from dure.spec.fields import MOST_SECONDS
 
 MOST_FAULTS = 1000
 _SHOW_IN_STEP = frozenset({"nan", "flip"})
@@ -51,7 +52,7 @@ class Fault(BaseModel):
     nor sends. It is not exact: in a real cut both sides continue and wait for each other, and packets are lost. Here
     the other hosts see no error, and data in transit is received afterwards.
     """
-    seconds: float = Field(1.0, gt=0)
+    seconds: float = Field(1.0, gt=0, le=MOST_SECONDS)
     """Seconds that `slow` waits, or that `cut` lasts."""
     tensor: str | None = None
     """Name of the parameter in which `flip` flips a bit; None for the rank's first one."""

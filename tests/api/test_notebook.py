@@ -117,4 +117,5 @@ def test_run_of_a_cells_task_when_it_goes_on_then_here_with_the_task_and_not_fro
 
 def test_settings_when_they_are_wrong_then_the_cell_shows_one_sentence_about_arguments(defined):
     cell = defined.run("dure.train(Small, nproc='many')")
-    assert cell.traceback == "SpecInvalid: argument nproc: nproc is 'many' but must be a whole number above 0"
+    said = "argument nproc: nproc is 'many' but must be a whole number above 0 and of at most 4096"
+    assert cell.traceback == f"SpecInvalid: {said}"

@@ -51,7 +51,8 @@ NODES = ("--nnodes", "2", "--node-rank", "0", "--rendezvous")
 @pytest.mark.parametrize(
     ("words", "sentence"),
     [
-        (["--nproc", "0"], "nproc is '0' but must be a whole number above 0, or auto"),
+        (["--nproc", "0"], "nproc is 0 but must be from 1 to 4096"),
+        (["--nproc", "many"], "nproc is 'many' but must be from 1 to 4096, or auto"),
         (["--timeout", "0"], "timeout is 0 but must be a number of seconds above 0"),
         (["--nnodes", "1:x"], "nnodes is '1:x' but must be a whole number above 0"),
         (["--nnodes", "1:3", "--node-rank", "3", *NODES[4:], "10.0.0.1"], "node_rank is 3 but must be 0 to 2"),

@@ -141,6 +141,11 @@ def test_length_when_a_higher_source_counts_otherwise_then_the_lower_one_is_set_
             {"timeout_seconds": 1e10},
             "flag --timeout-seconds: timeout_seconds is 10000000000.0 but must be a number above 0 and of at most",
         ),
+        (
+            {"num_workers": 4097},
+            "flag --num-workers: num_workers is 4097 but must be a whole number of at least 0 and of at most 4096",
+        ),
+        ({"nproc": 4097}, "flag --nproc: nproc is 4097 but must be a whole number above 0 and of at most 4096"),
         ({"threads": 4097}, "flag --threads: threads is 4097 but must be a whole number above 0 and of at most 4096"),
         ({"runs_dir": "a\0b"}, "flag --runs-dir: runs_dir is 'a\\x00b' but must be a path"),
         ({"faults": "a\0b"}, "flag --faults: faults is 'a\\x00b' but must be a path"),

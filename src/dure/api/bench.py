@@ -19,6 +19,7 @@ from dure.process.jobs import BenchJob, BenchPlan
 from dure.process.stop_signals import stop_exit_code
 from dure.records.link_costs import LinkCost, fit_cost, write_costs
 from dure.spec import unknown_name
+from dure.spec.fields import MOST_PROCESSES
 
 COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "broadcast", "send_recv")
 _USUAL_ALGORITHMS = ("backend", "ring", "shm")
@@ -82,8 +83,8 @@ def check(settings: BenchSettings) -> None:
         ("op", [settings.op], REDUCE_OPS),
     ):
         faults += [unknown_name(name, word, known) for word in words if word not in known]
-    if settings.nproc < 2:
-        faults.append(f"nproc is {settings.nproc} but a link has two ends: give at least 2")
+    if not 2 <= settings.nproc <= MOST_PROCESSES:
+        faults.append(f"nproc is {settings.nproc} but a link has two ends: give from 2 to {MOST_PROCESSES}")
     if not 0 < settings.min_bytes <= settings.max_bytes:
         faults.append(f"sizes from {settings.min_bytes} to {settings.max_bytes} bytes: the first must be the smaller")
     if settings.factor <= 1:

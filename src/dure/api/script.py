@@ -42,7 +42,7 @@ from dure.process.jobs import ScriptJob
 from dure.process.stop_signals import stop_exit_code
 from dure.records.run_dir import RunDir
 from dure.records.step_record import ScriptSummary
-from dure.spec.fields import MOST_THREADS
+from dure.spec.fields import MOST_PROCESSES, MOST_THREADS
 from dure.terminal import shell_word
 
 _ENTRY = "dure.launch.scripts.script_worker"
@@ -264,10 +264,10 @@ def _check(settings: ScriptSettings) -> tuple[int, NodeSettings | None]:
         nproc = count_accelerators("cuda")
         if not nproc:
             faults.append("nproc is gpu but torch sees none here: use --nproc cpu, or a number")
-    elif settings.nproc.isdecimal() and int(settings.nproc) > 0:
+    elif re.fullmatch(r"[0-9]{1,9}", settings.nproc) and 0 < int(settings.nproc) <= MOST_PROCESSES:
         nproc = int(settings.nproc)
     else:
-        faults.append(f"nproc is {settings.nproc!r} but must be a whole number above 0, auto, gpu or cpu")
+        faults.append(f"nproc is {settings.nproc!r} but must be from 1 to {MOST_PROCESSES}, auto, gpu or cpu")
     if settings.shown_ranks is not None and not re.fullmatch(r"\d+(,\d+)*", settings.shown_ranks):
         faults.append(f"local_ranks_filter is {settings.shown_ranks!r} but must be local ranks, as 0,1")
     threads = 1 if settings.threads is None else settings.threads

@@ -1,5 +1,6 @@
 """`dure preflight`: check of machines and network before a run."""
 
+import re
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -73,6 +74,7 @@ def preflight(
     from dure.launch.nodes.rendezvous import node_settings
     from dure.preflight.all_checks import preflight as check_all
     from dure.preflight.settings import PreflightSettings, check_settings
+    from dure.spec.fields import MOST_PROCESSES
 
     faults: list[str] = []
     several, kind, num_ranks = None, _kind_of(device), 1
@@ -89,10 +91,10 @@ def preflight(
         faults += error.faults
     if nproc == "auto":
         num_ranks = _auto_ranks(kind)
-    elif nproc.isdecimal() and int(nproc) > 0:
+    elif re.fullmatch(r"[0-9]{1,9}", nproc):
         num_ranks = int(nproc)
     else:
-        faults.append(f"nproc is {nproc!r} but must be a whole number above 0, or auto")
+        faults.append(f"nproc is {nproc!r} but must be from 1 to {MOST_PROCESSES}, or auto")
     settings = PreflightSettings(
         num_ranks=num_ranks,
         num_devices=num_ranks,

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from dure.errors import SpecInvalid
 from dure.launch.nodes.rendezvous import NodeSettings
-from dure.spec.fields import MOST_SECONDS, MOST_THREADS
+from dure.spec.fields import MOST_PROCESSES, MOST_SECONDS, MOST_THREADS
 
 DEFAULT_TIMEOUT_SECONDS = 30.0
 _COMMANDS = ("dure preflight", "dure run", "dure train")
@@ -52,13 +52,14 @@ def check_settings(settings: PreflightSettings) -> None:
         SpecInvalid: Lists all faults.
     """
     faults = []
-    if settings.num_ranks < 1:
-        faults.append(f"nproc is {settings.num_ranks} but must be a whole number above 0")
+    if not 1 <= settings.num_ranks <= MOST_PROCESSES:
+        faults.append(f"nproc is {settings.num_ranks} but must be from 1 to {MOST_PROCESSES}")
     if not 0 < settings.timeout_seconds <= MOST_SECONDS:
         words = f"above 0 and of at most {MOST_SECONDS}"
         faults.append(f"timeout is {settings.timeout_seconds:g} but must be a number of seconds {words}")
-    if settings.num_workers < 0:
-        faults.append(f"num_workers is {settings.num_workers} but must be a whole number of at least 0")
+    if not 0 <= settings.num_workers <= MOST_PROCESSES:
+        words = f"of at least 0 and of at most {MOST_PROCESSES}"
+        faults.append(f"num_workers is {settings.num_workers} but must be a whole number {words}")
     if settings.threads is not None and not 0 < settings.threads <= MOST_THREADS:
         faults.append(f"threads is {settings.threads} but must be a whole number above 0 and of at most {MOST_THREADS}")
     if settings.backend == "nccl" and settings.device != "cuda":

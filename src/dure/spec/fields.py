@@ -18,6 +18,8 @@ MOST_SECONDS = 10**9
 """Upper limit in seconds of a timeout, about 30 years: torch counts nanoseconds, and takes a much larger one for 0."""
 MOST_THREADS = 4096
 """Upper limit of CPU threads per process. OpenMP crashes if the system refuses it a thread."""
+MOST_PROCESSES = 4096
+"""Upper limit of ranks per host, and of loader processes per rank: more would take every process number of a host."""
 
 
 def _as_text(value: Any) -> Any:
@@ -81,7 +83,7 @@ class _Execution(_Group):
     )
     options: dict[str, Any] = Field(default_factory=dict, description="options of the strategy")
     nproc: Annotated[int, Everyday] = Field(
-        1, gt=0, description="devices (ranks) of each host; for dp, devices of its one process"
+        1, gt=0, le=MOST_PROCESSES, description="devices (ranks) of each host; for dp, devices of its one process"
     )
     mesh: str | None = Field(
         None, description="hybrid layout, as data=2,pipeline=2 (the product is the devices of all hosts)"
@@ -117,7 +119,9 @@ class _Execution(_Group):
     deterministic: bool = Field(False, description="a repeated run at the same world size is bit-identical")
     compile: bool = Field(False, description="torch.compile the model")
     sync_batchnorm: bool = Field(False, description="BatchNorm statistics over all ranks")
-    num_workers: Annotated[int, Everyday] = Field(0, ge=0, description="loader processes per rank")
+    num_workers: Annotated[int, Everyday] = Field(
+        0, ge=0, le=MOST_PROCESSES, description="loader processes per rank"
+    )
 
 
 class _Evaluation(_Group):

@@ -9,6 +9,7 @@ import torch.nn.utils.prune
 from torch import nn
 from torch.optim import Optimizer
 
+import dure
 from tests.conformance.cases import train_case
 from tests.conformance.zoo.cell import reference_of, run_cell
 from tests.conformance.zoo.feature import STEPS, Feature, Samples, ZooTask, chain, data
@@ -165,3 +166,47 @@ def test_schedule_when_it_reads_the_weights_in_the_groups_then_is_refused_where_
     assert verdict.kind == kind, verdict.detail
     if kind == "refused":
         assert "sets task.largest by weights, of which a rank" in verdict.detail
+
+
+class FollowsLoss(ZooTask):
+    """Warms up by the number of calls of the loss."""
+
+    def build_model(self) -> nn.Module:
+        self.calls = 0
+        return chain()
+
+    def build_schedule(self, optimizer: Optimizer, total_samples: int) -> Any:
+        return lambda samples_seen: min(1.0, (1 + self.calls) / 8)
+
+    def loss(self, model: nn.Module, batch: Any) -> Any:
+        self.calls += model.training
+        return super().loss(model, batch)
+
+
+class FollowsEvaluation(ZooTask):
+    """Halves the rate after every evaluation, whose metrics count."""
+
+    def build_model(self) -> nn.Module:
+        self.evaluated = 0
+        return chain()
+
+    def build_schedule(self, optimizer: Optimizer, total_samples: int) -> Any:
+        return lambda samples_seen: 1.0 if self.evaluated < 3 else 0.5
+
+    def metrics(self, model: nn.Module, batch: Any) -> dict[str, dure.Sum]:
+        self.evaluated += 1
+        return {}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("task", "strategy"),
+    [(FollowsLoss, "rpc_model"), (FollowsLoss, "parameter_server"), (FollowsEvaluation, "rpc_model")],
+)
+def test_schedule_when_it_follows_state_that_other_ranks_lack_then_it_is_refused(
+    task: type[ZooTask], strategy: str, tmp_path: Path
+) -> None:
+    feature = Feature(name=task.__name__, group="", title="", task=task, settings={"eval_every_epochs": 0.5})
+    verdict = run_cell(feature, strategy, "straight", reference_of(feature, tmp_path), tmp_path)
+    assert verdict.kind == "refused"
+    assert "the schedule's factor was" in verdict.detail

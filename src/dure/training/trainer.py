@@ -26,6 +26,7 @@ from dure.training.progress import Progress
 from dure.training.rehearsal import asked_schedule, rehearse_evaluation
 from dure.training.run_state.capture import Progression
 from dure.training.run_state.checkpoint_policy import Checkpointer
+from dure.training.run_state.factor_check import FactorCheck
 from dure.training.run_state.replica_check import ReplicaCheck
 from dure.training.run_state.snapshot_policy import MemorySaver
 from dure.training.seeds import chosen_by_timing
@@ -70,6 +71,7 @@ class Trainer:
         self.position = Progression()
         self.checkpointer = Checkpointer(session, run, self.position, self._event)
         self.replicas = ReplicaCheck(session, self.position, self._event, self.checkpointer.newest_name)
+        self.factors = FactorCheck(session)
         trusted_samples = (lambda: self.replicas.agreed_samples) if self.replicas.heals else None
         self.memory = MemorySaver(
             session,
@@ -152,7 +154,7 @@ class Trainer:
                 session.train_loader,
                 session.order,
                 microbatch_size=spec.microbatch_size,
-                schedule=schedule,
+                schedule=self.factors.noted(schedule),
                 requested=self._requests,
                 record_samples=spec.record_samples,
                 skips_nonfinite=spec.on_nonfinite == "skip",
@@ -203,6 +205,8 @@ class Trainer:
                 return "interrupted"
             if self.replicas.is_due():
                 self._compare()
+            if self.factors.is_due(boundary.step):
+                self._compare_factors()
             self._act(boundary, before, requests)
             if boundary.step == self.begun_at[1] + 1:
                 self.checkpointer.prepare()
@@ -252,6 +256,9 @@ class Trainer:
         except ReplicasDiverged:
             self._settle()
             raise
+
+    def _compare_factors(self) -> None:
+        self._together(lambda: self.factors.check(self.position.step))
 
     def _settle(self) -> None:
         """Read the facts of every launched step before weights are read."""
@@ -303,6 +310,7 @@ class Trainer:
 
     def _save(self, *, is_last: bool = False) -> None:
         self._compare()
+        self._compare_factors()
         self.current_phase("saving")
         self._together(lambda: self.checkpointer.save(self.last_metrics, is_last=is_last))
         self.current_phase("training")

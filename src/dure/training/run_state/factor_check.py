@@ -1,0 +1,60 @@
+"""Comparison of the factors on the learning rate that ranks have stepped by.
+
+A schedule may follow state that the loss or an evaluation keeps. Ranks of one model may each have their own, and those
+that compute no loss have none. Comparisons of replicas do not see it where ranks hold different parts.
+"""
+
+import zlib
+
+from dure.errors import TaskInvalid
+from dure.training.loop import Schedule
+from dure.training.session.session import Session
+
+
+class FactorCheck:
+    """Factors since the last comparison, which is due after steps whose number is a power of two."""
+
+    def __init__(self, session: Session) -> None:
+        self._group = session.group
+        self._is_on = session.group.world_size > 1 and session.strategy.is_synchronous
+        self._has_schedule = False
+        self._last = 1.0
+        self._sum = 0
+        """Checksum of all factors since the last comparison."""
+
+    def noted(self, schedule: Schedule | None) -> Schedule | None:
+        """Return the schedule with a record of its factors."""
+        self._has_schedule = schedule is not None
+        if schedule is None or not self._is_on:
+            return schedule
+
+        def noting(samples_seen: int) -> float:
+            self._last = schedule(samples_seen)
+            self._sum = zlib.crc32(repr(float(self._last)).encode(), self._sum)
+            return self._last
+
+        return noting
+
+    def is_due(self, step: int) -> bool:
+        """Return whether a comparison is due after a step."""
+        return not step & (step - 1)
+
+    def check(self, step: int) -> None:
+        """Compare the factors of all ranks, after a step.
+
+        Communication: one gathered JSON message.
+
+        Raises:
+            TaskInvalid: They were not the same.
+        """
+        if not (self._is_on and self._has_schedule):
+            return
+        everyones = self._group.all_gather_json([self._sum, self._last])
+        self._sum = 0
+        for rank, (checksum, last) in enumerate(everyones):
+            if checksum != everyones[0][0]:
+                raise TaskInvalid(
+                    f"the schedule's factor was {everyones[0][1]:g} on rank 0 and {last:g} on rank {rank} in step "
+                    f"{step}, or they differed before: it follows what the loss or an evaluation keeps, which is each "
+                    "rank's own; let it follow from the samples seen, or use --strategy single"
+                )

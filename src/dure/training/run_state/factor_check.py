@@ -7,8 +7,8 @@ that compute no loss have none. Comparisons of replicas do not see it where rank
 import zlib
 
 from dure.errors import TaskInvalid
-from dure.training.loop import Schedule
 from dure.training.session.session import Session
+from dure.training.task.task import Schedule
 
 
 class FactorCheck:

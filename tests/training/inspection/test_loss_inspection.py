@@ -234,7 +234,7 @@ def test_mean_that_leaves_out_one_sample_of_a_few_hundred_is_found(layer, monkey
 def test_more_samples_are_compared_only_as_far_as_batches_are_divided_and_there_is_memory(monkeypatch):
     stop_clock(monkeypatch)  # however busy the machine is
     assert "for 4 samples at once" in traits_of(of_nonzero, x=RARE, most_at_once=4).not_additive
-    assert traits_of(of_nonzero, x=RARE, most_at_once=1).not_additive is None
+    assert "for 2 samples at once" in traits_of(of_nonzero, x=RARE, most_at_once=1).not_additive  # one has no parts
     assert traits_of(of_nonzero, x=RARE, is_divided=False).not_additive is None
 
 
@@ -440,6 +440,21 @@ def test_late_comparison_goes_on_from_a_place_until_it_finds_what_is_rare():
     figures, place = inspection.late_difference(place, 300)
     assert figures is not None
     assert 280 < place <= 288
+
+
+def test_late_comparison_with_one_sample_per_call_takes_two_which_alone_can_be_parted():
+    x = torch.ones(300, 4, dtype=torch.float64)
+    x[150] = 5.0
+    model = nn.Linear(4, 2).double()
+
+    def loss(model, batch):
+        weights = batch[:, 0]
+        return (model(batch).sum(1) * weights).sum() / weights.sum()
+
+    inspection = inspection_of(loss, model, lambda places: x[list(places)], most_at_once=1)
+    figures, place = inspection.late_difference(0, 300)
+    assert figures is not None
+    assert place == 152
 
 
 def surrogate(output):

@@ -41,7 +41,7 @@ class Additivity:
     is_divided: bool = field(default=True, kw_only=True)
     """True if the loss will see batches in parts; only then are many samples compared."""
     most_at_once: int = field(default=WIDE_GROUP, kw_only=True)
-    """Number of samples per call in training, for which there is memory."""
+    """Number of samples per call in training, for which there is memory; if for one, two are tried."""
     has_random_batches: Callable[[], bool] = field(default=lambda: False, kw_only=True)
     """Function that returns whether random numbers were drawn for a batch, besides those of its samples."""
     quantiles: tuple[float, ...] = field(default=(), kw_only=True)
@@ -114,7 +114,7 @@ class Additivity:
         """
         started = time.monotonic() if started is None else started
         affordable = int(_WIDE_SECONDS / (3 * max(seconds_each, 1e-9)))
-        size = min(WIDE_GROUP, self.most_at_once, affordable)
+        size = min(WIDE_GROUP, max(2, self.most_at_once), affordable)  # one sample has no parts
         if not self.is_divided or size < 2 or self.has_random_batches():
             return None, begin
         at, doubtful = begin, range(0)
@@ -160,7 +160,7 @@ class Additivity:
 
         Gradients of all samples and of one part are in memory at a time.
         """
-        places = range(begin, min(begin + min(NUM_SAMPLES, self.most_at_once), num_samples))
+        places = range(begin, min(begin + min(NUM_SAMPLES, max(2, self.most_at_once)), num_samples))
         if not self.is_divided or len(places) < 2 or self.has_random_batches():
             return None
         try:

@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 import dure
 from tests.conformance.cases import train_case
 from tests.conformance.zoo.cell import reference_of, run_cell
-from tests.conformance.zoo.feature import STEPS, Feature, Samples, ZooTask, chain, data
+from tests.conformance.zoo.feature import OUT, STEPS, Feature, Samples, ZooTask, chain, data
 
 
 class ActsOnce(ZooTask):
@@ -210,3 +210,27 @@ def test_schedule_when_it_follows_state_that_other_ranks_lack_then_it_is_refused
     verdict = run_cell(feature, strategy, "straight", reference_of(feature, tmp_path), tmp_path)
     assert verdict.kind == "refused"
     assert "the schedule's factor was" in verdict.detail
+
+
+class Grows(ActsOnce):
+    """Gets a layer in the second epoch, and the optimiser its parameters."""
+
+    def build_schedule(self, optimizer: Optimizer, total_samples: int) -> Any:
+        self.optimizer = optimizer
+        return super().build_schedule(optimizer, total_samples)
+
+    def act(self) -> None:
+        layer = nn.Linear(OUT, OUT).double()
+        self.model.append(layer)
+        self.optimizer.add_param_group({"params": layer.parameters()})
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", ["ddp", "naive_ddp", "ring_ddp"])
+def test_schedule_when_it_adds_new_parameters_then_they_are_refused_in_a_sentence(
+    strategy: str, tmp_path: Path
+) -> None:
+    feature = Feature(name="Grows", group="", title="", task=Grows)
+    verdict = run_cell(feature, strategy, "straight", reference_of(feature, tmp_path), tmp_path)
+    assert verdict.kind == "refused"
+    assert "that the model did not begin with" in verdict.detail

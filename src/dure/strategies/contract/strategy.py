@@ -137,6 +137,7 @@ class Strategy(ABC):
         refuse_unlike_optimizers(self.group, self.model, self.optimizer, orders_parameters=self.rules.orders_parameters)
         optimizer_to_names(self.model, self.optimizer)  # refuses what no checkpoint could name, before the first step
         self._num_groups = len(self.optimizer.param_groups)
+        self._first_parameters = {id(parameter) for parameter in self.model.parameters()}
         self.distribute()
         self._is_divided = self.group.world_size > 1 or self.parts.calls_per_step() > 1
         """True if the loss sees a step's batch in parts, here or on other ranks."""
@@ -406,14 +407,23 @@ class Strategy(ABC):
         return result
 
     def check_groups(self) -> None:
-        """Refuse parameter groups that were added to the optimiser during the run, if it was divided before.
+        """Refuse parameter groups that were added to the optimiser during the run, if ranks would not follow them.
 
         Raises:
-            TaskInvalid: There are other groups than at the start.
+            TaskInvalid: The optimiser was divided before, or the groups have parameters that were made on the way.
         """
-        if self.rules.follows_groups or len(self.optimizer.param_groups) == self._num_groups:
+        groups = self.optimizer.param_groups
+        if len(groups) == self._num_groups:
             return
-        self.refuse_group()
+        if not self.rules.follows_groups:
+            self.refuse_group()
+        added = (parameter for group in groups[self._num_groups :] for parameter in group["params"])
+        if self.group.world_size > 1 and any(id(parameter) not in self._first_parameters for parameter in added):
+            raise TaskInvalid(
+                "the optimiser gets parameters during the run that the model did not begin with, which "
+                f"{self.info.name} does not add up over ranks, and a resumed run, which begins with build_model, would "
+                "not have: build the whole model in build_model, and let the schedule say which parts forward uses"
+            )
 
     def refuse_group(self, param_group: dict[str, Any] | None = None) -> NoReturn:
         """Refuse a parameter group that is added during the run.

@@ -119,9 +119,7 @@ class _Execution(_Group):
     deterministic: bool = Field(False, description="a repeated run at the same world size is bit-identical")
     compile: bool = Field(False, description="torch.compile the model")
     sync_batchnorm: bool = Field(False, description="BatchNorm statistics over all ranks")
-    num_workers: Annotated[int, Everyday] = Field(
-        0, ge=0, le=MOST_PROCESSES, description="loader processes per rank"
-    )
+    num_workers: Annotated[int, Everyday] = Field(0, ge=0, le=MOST_PROCESSES, description="loader processes per rank")
 
 
 class _Evaluation(_Group):

@@ -1,8 +1,10 @@
 """Synchronised BatchNorm over ranks of unequal shares is BatchNorm over the global batch."""
 
 import functools
+import json
 
 import pytest
+from torch import nn
 
 import dure
 from dure.errors import WorkerFailed
@@ -42,6 +44,29 @@ def test_sync_batchnorm_without_running_statistics_equals_one_process_in_trainin
     one = train_case(tmp_path, task, **STEPS)
     many = train_case(tmp_path, task, "ddp", 2, sync_batchnorm=True, **STEPS)
     assert largest_difference(weights_of(many), weights_of(one)) < TO_ROUNDING
+
+
+class Thawing(Normalised):
+    """The same with statistics that are fixed for some calls."""
+
+    def build_model(self):
+        self.calls = 0
+        return super().build_model()
+
+    def loss(self, model, batch):
+        if model.training:
+            self.calls += 1
+            for module in model.modules():
+                if isinstance(module, nn.BatchNorm1d):
+                    module.train(self.calls > 14)  # more than are tried before training
+        return super().loss(model, batch)
+
+
+@pytest.mark.parametrize(("epochs", "said"), [(1, []), (3, ["BatchNorm without --sync-batchnorm"])])
+def test_batchnorm_is_declared_once_its_statistics_move(epochs, said, tmp_path):
+    run = train_case(tmp_path, Thawing(num_samples=45), "ddp", 2, **{**STEPS, "epochs": epochs})
+    declared = json.loads((run / "summary.json").read_text())["not_preserved"]
+    assert [text.partition(":")[0] for text in declared if text.startswith("BatchNorm")] == said
 
 
 @pytest.mark.slow

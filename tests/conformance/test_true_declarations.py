@@ -52,6 +52,19 @@ class KeepsWorldSize(ZooTask):
         return chain()
 
 
+class FixedNorm(nn.BatchNorm1d):
+    def train(self, mode: bool = True) -> Any:
+        return super().train(False)
+
+
+class FrozenNorm(ZooTask):
+    """Has a BatchNorm of fixed statistics, as is usual in fine-tuning."""
+
+    def build_model(self) -> nn.Module:
+        first, *others = chain()
+        return nn.Sequential(first, FixedNorm(8).double(), *others)
+
+
 class FollowingTeacher(ZooTask):
     """Keeps a teacher that begins as a copy of the model and follows it in the loss."""
 
@@ -146,6 +159,7 @@ TASKS = (NoiseInEvaluation, SoftmaxOverDocuments, KeepsWorldSize, FollowingTeach
 CASES = [(task, name) for task in TASKS for name in ("ddp", "fsdp", "pipeline")]
 CASES += [(WholeBatchLoss, "dp"), (WholeBatchLoss, "tensor_parallel")]
 CASES += [(PenaltyNowAndThen, "dp"), (PenaltyNowAndThen, "ddp"), (NestedBatch, "ddp")]
+CASES += [(FrozenNorm, name) for name in ("ddp", "dp", "fsdp", "pipeline", "parameter_server")]
 CASES.remove((OldNorms, "fsdp"))  # refused
 CASES.remove((FlagOfSchedule, "pipeline"))  # refused, as the next one
 CASES.remove((FollowingTeacher, "pipeline"))  # refused: the teacher follows weights of which a stage has a part

@@ -12,6 +12,7 @@ from dataclasses import replace
 from dure.data.randomness import GeneratorStates
 from dure.errors import DataInvalid
 from dure.strategies.state.objects.object_state import ObjectState
+from dure.strategies.state.statistics import FrozenStatistics
 from dure.strategies.state.trial import KeptBuffers
 from dure.training.inspection.additivity import tolerance_of
 from dure.training.rehearsal import few_losses
@@ -37,6 +38,8 @@ class LateInspection:
             not strategy.rules.undoes_writes or strategy.info.extra_processes
         )  # workers of servers have all weights
         self._needs_all = strategy.share.is_joint or not is_whole
+        self._frozen = None if strategy.traits.learns_statistics else FrozenStatistics(strategy.model)
+        """Statistics of BatchNorm layers, if they were seen to stay as they are."""
         self._declared = set(strategy.not_preserved())
         """Declarations of this run so far."""
         self._num_calls = 0
@@ -63,6 +66,9 @@ class LateInspection:
             self._generators = None
             traits = replace(traits, draws=True, model_draws=True)
             texts += [self._session.reseeding_note] if self._session.reseeding_note else []
+        if self._frozen is not None and self._frozen.have_changed():
+            self._frozen = None
+            traits = replace(traits, learns_statistics=True)
         self._num_calls += 1
         if self._is_due(is_last=is_last) and self._is_comparable() and (figures := self._difference()):
             traits = replace(traits, not_additive=f"{figures} (after {step} steps)")

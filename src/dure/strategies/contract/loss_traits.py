@@ -33,6 +33,8 @@ class LossTraits:
     """True if, in addition, the model's outputs for a sample depend on the other samples."""
     learned_buffers: tuple[str, ...] = ()
     """Buffers, except those of BatchNorm, that forward changes depending on the samples."""
+    learns_statistics: bool = True
+    """True unless every BatchNorm stayed as it was in all calls, because it is frozen or not used."""
     counted_buffers: tuple[str, ...] = ()
     """Buffers that forward changes in the same way at every call."""
     model_buffers: tuple[str, ...] = ()

@@ -296,7 +296,9 @@ class Strategy(ABC):
 
     def not_preserved(self) -> list[str]:
         """Return the differences between this run, with its model and options, and the run on one device."""
-        has_batchnorm = any(isinstance(m, torchcompat.BatchNorm) for m in self.model.modules())
+        has_batchnorm = self.traits.learns_statistics and any(
+            isinstance(m, torchcompat.BatchNorm) for m in self.model.modules()
+        )
         has_step_hooks = bool(torchcompat.step_hooks(self.optimizer))
         num_parts, num_calls = (len(of(self.spec.global_batch_size)) for of in (self.parts.of, self.parts.of_loss))
         is_loss_whole = num_calls == 1 < num_parts

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from dure import torchcompat
 from dure.records.sums import Sum
 from dure.strategies.contract.strategy import LossFunction
+from dure.strategies.state.statistics import statistics_of
 from dure.strategies.state.trial import Trial, is_equal
 from dure.training.inspection.call_watches import StateOfForward
 
@@ -184,12 +185,7 @@ class Tried(NamedTuple):
 
     def buffers(self, model: nn.Module) -> dict[str, Tensor]:
         """Return the changed buffers, except those of BatchNorm, which has its own trait."""
-        known = {
-            f"{path}.{name}" if path else name
-            for path, module in model.named_modules()
-            if isinstance(module, torchcompat.BatchNorm)
-            for name, _ in module.named_buffers(recurse=False)
-        }
+        known = statistics_of(model)
         return {name: value for name, value in self.trial.buffers.items() if name not in known}
 
 

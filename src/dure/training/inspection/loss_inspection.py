@@ -20,6 +20,7 @@ from dure.strategies.contract.loss_traits import LossTraits
 from dure.strategies.state.hooks import gradient_hooks
 from dure.strategies.state.objects.object_state import ObjectState
 from dure.strategies.state.shared_storage import recomputed_weights
+from dure.strategies.state.statistics import learns_statistics
 from dure.strategies.state.trial import Trial, is_equal, sharing_state
 from dure.training.inspection.additivity import WIDE_SAMPLES, Additivity
 from dure.training.inspection.call_watches import FedState, StateOfModules
@@ -146,6 +147,9 @@ class LossInspection:
             and not self._additivity.is_model_additive(num_samples, len(tried)),
             learned_buffers=tuple(name for name in buffers[0] if not _is_same_in(buffers, name)),
             counted_buffers=tuple(name for name in buffers[0] if _is_same_in(buffers, name)),
+            learns_statistics=learns_statistics(
+                self.calls.model, {*first.trial.buffers, *second.trial.buffers, *later.buffers}
+            ),
             model_buffers=tuple(dict.fromkeys((*first.forward.buffers, *second.forward.buffers))),
             changed_parameters=tuple(dict.fromkeys((*first.trial.parameters, *later.parameters))),
             rebound_parameters=tuple(dict.fromkeys((*first.trial.rebound, *later.rebound))),
@@ -398,6 +402,7 @@ class LossInspection:
             tuple(written.left),
             tuple(sorted(fed.names)),
             tuple(written.outer),
+            tuple(written.buffers),
         )
 
 
@@ -419,6 +424,7 @@ class _Later(NamedTuple):
     left: tuple[str, ...] = ()
     fed: tuple[str, ...] = ()
     outer: tuple[str, ...] = ()
+    buffers: tuple[str, ...] = ()
 
 
 def _num_first(num_samples: int) -> int:

@@ -17,6 +17,7 @@ from typing import NamedTuple
 from cyclopts import App
 from cyclopts.exceptions import (
     CycloptsError,
+    MissingArgumentError,
     UnknownCommandError,
     UnknownOptionError,
     UnusedCliTokensError,
@@ -230,6 +231,10 @@ def _parse_fault(error: CycloptsError, app: App) -> str:
     if isinstance(error, UnusedCliTokensError) and error.unused_tokens:
         verb = " ".join(error.command_chain or ())
         return f"{error.unused_tokens[0]!r} is one argument too many: see `dure {verb} --help`"
+    if isinstance(error, MissingArgumentError) and error.argument is not None:
+        name, verb = error.argument.name, " ".join(error.command_chain or ())
+        fault = f"flag {name} has no value" if name.startswith("-") else f"{name} is missing"
+        return f"{fault}: see `dure {verb} --help`"
     if isinstance(error, ValidationError) and error.argument is not None:
         flag = error.argument.name
         name = flag.removeprefix("--").replace("-", "_")

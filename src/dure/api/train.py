@@ -17,7 +17,7 @@ from dure.api.preconditions import check_before_start
 from dure.api.settings import absolute, check_same_task, print_notes, settle
 from dure.api.trust import check_trusted, is_true
 from dure.cluster.rank import Launched, read_launcher
-from dure.errors import Interrupted, Misuse, RunInvalid, SpecInvalid, WorkerFailed
+from dure.errors import Interrupted, Misuse, RunInvalid, SpecInvalid, TaskInvalid, WorkerFailed
 from dure.failures.verdict import left_early
 from dure.launch.nodes.peers import Nodes
 from dure.launch.worker.child import is_worker
@@ -44,6 +44,7 @@ from dure.spec.old_names import SETTINGS as OLD_SETTINGS
 from dure.spec.old_names import STRATEGIES_WITH
 from dure.strategies.table import STRATEGIES
 from dure.training.task.given_task import given_task, giving
+from dure.training.task.load_task import task_being_imported
 from dure.training.task.task import Task
 
 AUTO = "auto"
@@ -73,7 +74,7 @@ def train(
         WorkerFailed: Training failed; the message names the first cause.
         Interrupted: A signal stopped training, which can be resumed.
     """
-    _refuse_in_worker("dure.train")
+    _refuse_during_import("dure.train")
     launched = read_launcher()
     if launched is not None:
         settings = with_world_size(settings, launched)
@@ -81,11 +82,14 @@ def train(
         return _train(task, resume, config, settings, launched)
 
 
-def _refuse_in_worker(call: str) -> None:
-    if is_worker():
-        raise Misuse(
-            f"{call} is called while a worker process reads the task's file: put that call under "
-            "`if __name__ == '__main__':`, so that only the script itself makes it"
+def _refuse_during_import(call: str) -> None:
+    where = "a worker process reads the task's file" if is_worker() else None
+    if (imported := task_being_imported()) is not None:
+        where = f"{imported} is imported"
+    if where is not None:
+        raise TaskInvalid(
+            f"{call} is called while {where}: put that call under `if __name__ == '__main__':`, so that only the "
+            "script itself makes it"
         )
 
 
@@ -142,7 +146,7 @@ def evaluate(
         WorkerFailed: A rank failed.
         Interrupted: A signal stopped the evaluation.
     """
-    _refuse_in_worker("dure.evaluate")
+    _refuse_during_import("dure.evaluate")
     opened, settings = RunDir.open(Path(run)), with_own_names(settings)
     if not opened.has_checkpoints():
         raise RunInvalid(f"{run} has no checkpoint yet: train it further with `{opened.resume_command}`")

@@ -58,6 +58,10 @@ def test_a_file_is_loaded_once_with_its_folder_importable(folder):
     [
         ("nothing", "'nothing' names no task: write file.py:Class or package.module:Class"),
         ("file.py:", "'file.py:' names no task"),
+        (
+            "{0}/tasks_of_this_test.py",
+            r"is a file, and a task is a class in it: it has Good, Lacking; write {0}/tasks_of_this_test\.py:Class",
+        ),
         ("{}/absent.py:Good", r"absent\.py does not exist: give the path of the file that defines the task"),
         ("{}/tasks_of_this_test.py:Goood", "has no class Goood: it has Good, Lacking"),
         ("{}/tasks_of_this_test.py:Plain", "Plain in .* is not a task: derive it from dure.Task"),
@@ -70,8 +74,24 @@ def test_a_file_is_loaded_once_with_its_folder_importable(folder):
     ],
 )
 def test_a_reference_that_leads_nowhere_is_said_in_one_sentence(folder, reference, said):
-    with pytest.raises(TaskInvalid, match=said):
+    with pytest.raises(TaskInvalid, match=said.format(folder)):
         load_task_class(reference.format(folder))
+
+
+def test_load_when_a_file_with_one_task_is_named_without_class_then_the_reference_to_write_is_shown(folder):
+    file = folder / "one_task.py"
+    file.write_text("import dure\nclass Only(dure.Task): pass\n")
+    with pytest.raises(TaskInvalid, match=re.escape(f"it has Only; write {file}:Only")):
+        load_task_class(f"{file}")
+
+
+def test_load_when_the_file_trains_during_its_import_then_it_is_refused_before_it_does(tmp_path, monkeypatch):
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "trains.py").write_text("import dure\ndure.train('other.py:Other')\n")
+    refused = "dure.train is called while trains.py is imported: put that call under `if __name__ == '__main__':`"
+    with pytest.raises(TaskInvalid, match=f"^{re.escape(refused)}"):
+        load_task_class("trains.py:Good")
 
 
 @pytest.mark.parametrize(
@@ -81,7 +101,7 @@ def test_a_reference_that_leads_nowhere_is_said_in_one_sentence(folder, referenc
         ("x = (1,\n", "SyntaxError"),
         ("raise SystemExit(3)", "start the script itself with `dure run"),
         ("raise SystemExit(3)", "SystemExit: 3"),
-        ("def f():\n    return 1 / 0\nf()", "in f\n    return 1 / 0\n.*ZeroDivisionError"),
+        ("def f():\n    return 1 / 0\nf()", "in f\n      return 1 / 0\n.*\n  ZeroDivisionError"),
     ],
 )
 def test_a_file_that_does_not_import_shows_the_users_own_traceback(folder, text, said):

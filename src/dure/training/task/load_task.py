@@ -5,8 +5,10 @@ import importlib.util
 import inspect
 import os
 import sys
+import textwrap
 from collections.abc import Iterator
 from contextlib import contextmanager
+from contextvars import ContextVar
 from pathlib import Path
 from types import ModuleType
 
@@ -16,6 +18,13 @@ from dure.terminal import shell_word
 from dure.torchcompat import library_for_another_torch
 from dure.training.task.hooks import check_task_class
 from dure.training.task.task import Task
+
+_importing: ContextVar[str | None] = ContextVar("file or module of a task that is being imported", default=None)
+
+
+def task_being_imported() -> str | None:
+    """Return the file or module of the task that this thread is importing, or None."""
+    return _importing.get()
 
 
 def load_task_class(reference: str) -> type[Task]:
@@ -28,10 +37,12 @@ def load_task_class(reference: str) -> type[Task]:
             missing.
     """
     where, _, class_name = reference.rpartition(":")
-    if not where or not class_name.isidentifier():
+    if reference.endswith(".py") and os.path.isfile(reference):
+        where, class_name = reference, ""
+    elif not where or not class_name.isidentifier():
         raise TaskInvalid(f"'{reference}' names no task: write file.py:Class or package.module:Class")
     try:
-        with _cuda_left_untouched():
+        with _cuda_left_untouched(), _marked_as_importing(where):
             module = _import_file(Path(where)) if where.endswith(".py") else _import_module(where)
     except TaskInvalid:
         raise
@@ -43,13 +54,17 @@ def load_task_class(reference: str) -> type[Task]:
             ) from None
         if (misfit := library_for_another_torch(error)) is not None:
             raise EnvironmentLacks(misfit) from error
-        raise TaskInvalid(f"{where} does not import{_cure(error, where)}:\n{traceback_in_user_code(error)}") from error
-    found = getattr(module, class_name, None)
+        shown = textwrap.indent(traceback_in_user_code(error), "  ")
+        raise TaskInvalid(f"{where} does not import{_cure(error, where)}:\n{shown}") from error
+    found = getattr(module, class_name, None) if class_name else None
     if found is None:
         tasks = [
             name for name, value in vars(module).items() if _is_task(value) and value.__module__ == module.__name__
         ]
         known = f"it has {', '.join(tasks)}" if tasks else "it has no class derived from dure.Task"
+        if not class_name:
+            example = tasks[0] if len(tasks) == 1 else "Class"
+            raise TaskInvalid(f"{where} is a file, and a task is a class in it: {known}; write {where}:{example}")
         raise TaskInvalid(f"{where} has no class {class_name}: {known}")
     if not _is_task(found):
         raise TaskInvalid(f"{class_name} in {where} is not a task: derive it from dure.Task")
@@ -92,6 +107,15 @@ def _cuda_left_untouched() -> Iterator[None]:
             del os.environ[name]
         else:
             os.environ[name] = before
+
+
+@contextmanager
+def _marked_as_importing(where: str) -> Iterator[None]:
+    token = _importing.set(where)
+    try:
+        yield
+    finally:
+        _importing.reset(token)
 
 
 def _import_module(name: str) -> ModuleType:

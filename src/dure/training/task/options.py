@@ -3,6 +3,7 @@
 import dataclasses
 import inspect
 import json
+import textwrap
 import typing
 from collections.abc import Callable, Mapping
 from dataclasses import MISSING, InitVar
@@ -112,7 +113,7 @@ def build_task(cls: type[Task], options: Mapping[str, Any]) -> Task:
     try:
         return cls(**values)
     except (Exception, SystemExit) as error:
-        shown = traceback_in_user_code(error)
+        shown = textwrap.indent(traceback_in_user_code(error), "  ")
     # outside the handler: the message contains the user's lines, and Python would show them and ours again
     raise TaskInvalid(f"{cls.__name__} cannot be made{_POSITIONAL if _takes_positions(cls) else ''}:\n{shown}")
 

@@ -9,7 +9,8 @@ import sys
 from collections.abc import Iterable, Iterator
 from typing import Any, Literal
 
-from rich.console import Console, ConsoleOptions, RenderableType
+from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
+from rich.padding import Padding
 from rich.segment import Segment
 from rich.text import Text
 
@@ -34,6 +35,29 @@ def joined(*parts: str | Text | tuple[str, str]) -> Text:
     pairs = ((part, "") if isinstance(part, str | Text) else part for part in parts)
     texts = (text if isinstance(text, Text) else styled(text, style) for text, style in pairs)
     return Text(overflow="fold").join(texts)
+
+
+class Hanging:
+    """Text that is indented from its second line on if the terminal is too narrow for one line."""
+
+    def __init__(self, text: Text, columns: int = 4) -> None:
+        """Lay out the text later, when the width is known.
+
+        Args:
+            text: Text of one line.
+            columns: Columns of the indentation.
+        """
+        self._text = text
+        self._columns = columns
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        if self._text.cell_len <= options.max_width:
+            yield self._text
+            return
+        first, *rest = self._text.wrap(console, max(1, options.max_width - self._columns), overflow="fold")
+        yield first
+        for line in rest:
+            yield Padding(line, (0, 0, 0, self._columns))
 
 
 def draw(result: RenderableType) -> None:

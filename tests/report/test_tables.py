@@ -79,6 +79,13 @@ def test_table_when_the_terminal_is_narrow_then_no_line_is_wider(width: int) -> 
     assert max(map(len, text(render(summary()), width).splitlines())) <= width
 
 
+def test_headline_when_the_terminal_is_too_narrow_then_further_lines_are_indented() -> None:
+    first, second, *_ = text(render(summary()), 60).splitlines()
+    assert first.startswith("completed: ddp on 2 devices")
+    assert second.startswith("    ")
+    assert " ".join([first, second.strip()]) == text(render(summary()), 200).splitlines()[0]
+
+
 def test_table_when_there_are_many_epochs_then_the_first_the_best_and_the_last_stay() -> None:
     shown = text(render(summary(500, best={"metric": "loss", "value": 0.5, "samples_seen": 64 * 101})))
     epochs = [line.split()[0] for line in shown.splitlines() if "0.9725" in line]

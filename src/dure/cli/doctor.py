@@ -11,7 +11,7 @@ from dure.errors import FoundProblem
 from dure.terminal import print_json
 
 if TYPE_CHECKING:
-    from rich.text import Text
+    from rich.console import RenderableType
 
     from dure.doctor.findings import Diagnosis
 
@@ -48,18 +48,19 @@ def doctor(
         raise FoundProblem(f"{found.run}: the gravest finding is of kind {found.worst} (--fail-on {fail_on})")
 
 
-def _lines(found: "Diagnosis") -> Iterator["Text"]:
-    from dure.styled import joined, styled, styled_lines
+def _lines(found: "Diagnosis") -> Iterator["RenderableType"]:
+    from dure.styled import Hanging, joined, styled
 
     yield joined((found.run, "bold"), f"  {found.status}")
     if not found.findings:
         yield styled("nothing is wrong with it, as far as its records tell")
     for finding in found.findings:
         first, *rest = finding.what.split("\n")
-        yield joined(styled_lines("\n"), (finding.severity, _STYLES[finding.severity]), f"  {first}")
+        yield ""
+        yield Hanging(joined((finding.severity, _STYLES[finding.severity]), f"  {first}"))
         for line in rest:
             yield styled(line if line[:1].isspace() else f"  {line}", overflow="fold")
         if finding.remedy:
-            yield joined(("  remedy: ", "bold"), finding.remedy)
+            yield Hanging(joined(("  remedy: ", "bold"), finding.remedy))
         if finding.evidence:
             yield styled(f"  see {', '.join(finding.evidence)}", "dim", overflow="fold")

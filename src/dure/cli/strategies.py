@@ -10,7 +10,7 @@ from rich.table import Table
 from dure.cli.output import JsonFlag
 from dure.errors import Misuse
 from dure.spec import flag_name, unknown_name
-from dure.styled import draw, joined, styled, styled_lines
+from dure.styled import Hanging, draw, joined, styled, styled_lines
 from dure.terminal import print_json, print_status, print_text
 
 if TYPE_CHECKING:
@@ -133,7 +133,8 @@ class _StrategyTable:
         for position, info in enumerate(self.infos):
             if position:
                 yield ""
-            yield joined((info.name, "bold cyan"), f"  {info.summary}")
+            indentation = 2 if is_narrow else len(info.name) + 2
+            yield Hanging(joined((info.name, "bold cyan"), f"  {info.summary}"), indentation)
             block = Table.grid(padding=(0, 2, 0, 0))
             block.add_column(width=1 if is_narrow else 2)
             block.add_column(no_wrap=True, style="bold")

@@ -7,7 +7,7 @@ from rich.table import Table
 
 from dure.records.run_list import RunOverview
 from dure.records.step_record import EpochRow, Metric, RunSummary
-from dure.styled import joined, styled, styled_lines
+from dure.styled import Hanging, joined, styled, styled_lines
 from dure.terminal import indented
 from dure.units import format_seconds
 
@@ -98,11 +98,11 @@ def _headline(summary: RunSummary) -> RenderableType:
     devices = "1 device" if summary.num_devices == 1 else f"{summary.num_devices} devices"
     epochs = f"{summary.epochs:.4g} epoch{'' if summary.epochs == 1 else 's'}"
     status = (summary.status, f"bold {_status_style(summary.status)}")
-    return joined(
-        status,
+    facts = (
         f": {summary.strategy} on {devices} ({summary.device}, {summary.precision}), {epochs},"
-        f" {summary.steps:,} steps, {summary.samples:,} samples in {format_seconds(summary.wall_seconds)}",
+        f" {summary.steps:,} steps, {summary.samples:,} samples in {format_seconds(summary.wall_seconds)}"
     )
+    return Hanging(joined(status, facts))
 
 
 def _epoch_table(summary: RunSummary) -> Table:

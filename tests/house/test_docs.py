@@ -66,3 +66,8 @@ def test_every_strategy_has_a_script_among_the_examples() -> None:
 
     scripts = "".join(path.read_text(encoding="utf-8") for path in (ROOT / "examples").glob("*.py"))
     assert [name for name in STRATEGIES if f'"{name}"' not in scripts] == []
+
+
+def test_every_script_of_a_strategy_is_in_the_list_of_the_examples() -> None:
+    page = (ROOT / "examples/README.md").read_text(encoding="utf-8")
+    assert [path.name for path in (ROOT / "examples").glob("strategy_*.py") if f"`{path.name}`" not in page] == []

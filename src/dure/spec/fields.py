@@ -229,7 +229,9 @@ class _Place(_Group):
     share_run: bool = Field(False, description="let others read the run's folder as far as the umask does")
     record_samples: bool = Field(False, description="write the data indices of every step into the records")
     tensorboard: bool = Field(False, description="write TensorBoard scalars into the run folder")
-    quiet: Annotated[bool, Everyday] = Field(False, description="no progress and no table; errors only")
+    quiet: Annotated[bool, Everyday] = Field(
+        False, description="no progress, and no table at the end of training; errors only"
+    )
 
 
 class RunSpec(_Place, _Hosts, _Failures, _Tables, _Evaluation, _Execution, _Identity):

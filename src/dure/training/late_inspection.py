@@ -77,10 +77,8 @@ class LateInspection:
         strategy.traits = traits
         texts += strategy.not_preserved()
         # another rank may have another part of the model, or have used other samples
-        everyones = strategy.group.all_gather_json(
-            [text for text in dict.fromkeys(texts) if text not in self._declared]
-        )
-        new = [text for text in dict.fromkeys(itertools.chain(*everyones)) if text not in self._declared]
+        by_rank = strategy.group.all_gather_json([text for text in dict.fromkeys(texts) if text not in self._declared])
+        new = [text for text in dict.fromkeys(itertools.chain(*by_rank)) if text not in self._declared]
         self._declared.update(new)
         return new
 

@@ -203,14 +203,14 @@ def _compare_schedules(session: Session, schedule: Schedule | None) -> None:
         here = _factors(strategy, schedule, session.total_samples)
         uses_weights = asked.used is not None and bool(asked.used.names)
         state = asked.state_without_weights() if strategy.rules.divides_gradients else {}
-    everyones = strategy.group.all_gather_json([here, state, uses_weights])
-    sets_by_weights = any(uses for *_, uses in everyones)
-    for rank, (factors, theirs, _) in enumerate(everyones):
-        if difference := _first_difference(everyones[0][0], factors, "on rank 0", f"on rank {rank}"):
+    by_rank = strategy.group.all_gather_json([here, state, uses_weights])
+    sets_by_weights = any(uses for *_, uses in by_rank)
+    for rank, (factors, theirs, _) in enumerate(by_rank):
+        if difference := _first_difference(by_rank[0][0], factors, "on rank 0", f"on rank {rank}"):
             raise TaskInvalid(
                 f"{difference}: compute it from the samples alone, and not from the number of a rank or a host's files"
             )
-        others = everyones[0][1]
+        others = by_rank[0][1]
         other = [path for path in {**others, **theirs} if others.get(path) != theirs.get(path)]
         if sets_by_weights and other:
             raise TaskInvalid(

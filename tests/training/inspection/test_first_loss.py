@@ -13,7 +13,7 @@ def first(value, gradient=2.0):
 
 
 @pytest.mark.parametrize(
-    "everyones",
+    "by_rank",
     [
         [],
         [first(1.0)],
@@ -24,12 +24,12 @@ def first(value, gradient=2.0):
         [first(1.0, 2.0), first(1.0, 2.0 + 1e-9)],
     ],
 )
-def test_ranks_with_one_loss_do_not_differ(everyones):
-    assert difference_of_ranks(everyones) is None
+def test_ranks_with_one_loss_do_not_differ(by_rank):
+    assert difference_of_ranks(by_rank) is None
 
 
 @pytest.mark.parametrize(
-    ("everyones", "figures"),
+    ("by_rank", "figures"),
     [
         ([first(1.0), first(1.5)], "it is 1 on rank 0 and 1.5 on rank 1 for the same samples"),
         ([first(None), first(1.0), first(-1.0)], "it is 1 on rank 1 and -1 on rank 2 for the same samples"),
@@ -39,8 +39,8 @@ def test_ranks_with_one_loss_do_not_differ(everyones):
         ),
     ],
 )
-def test_ranks_with_other_losses_are_named(everyones, figures):
-    assert difference_of_ranks(everyones) == figures
+def test_ranks_with_other_losses_are_named(by_rank, figures):
+    assert difference_of_ranks(by_rank) == figures
 
 
 def test_samples_that_ranks_have_in_common_are_not_refused():
@@ -57,12 +57,12 @@ def test_samples_that_hosts_round_otherwise_are_not_refused():
 @pytest.mark.parametrize("kind", ["training", "evaluation"])
 @pytest.mark.parametrize("view", [["c", "rest", [0.6, 2.0]], ["c", "rest", []], ["c", "rest", [0.5]]])
 def test_samples_that_differ_are_refused(kind, view):
-    everyones = [
+    by_rank = [
         {kind: {"0": ["a", "rest", []], "9": ["b", "rest", [0.5, 2.0]]}},
         {kind: {"0": ["a", "rest", []], "9": view}},
     ]
     with pytest.raises(DataInvalid, match=f"sample 9 of the {kind} data is another one on rank 1 than on rank 0"):
-        refuse_unlike_samples(everyones)
+        refuse_unlike_samples(by_rank)
 
 
 def test_samples_without_floating_point_numbers_are_compared_as_they_are():

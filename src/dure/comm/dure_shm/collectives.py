@@ -160,9 +160,9 @@ def _all_lengths(
     """Return the bytes that each rank sends to each; raise an error on all ranks if two of them disagree."""
     num_ranks = memory.world_size
     own = torch.tensor([tensor.numel() * tensor.element_size() for tensor in (*shares, *received)])
-    everyones = [torch.empty_like(own) for _ in range(num_ranks)]
-    all_gather(memory, own, everyones, call)
-    given, wanted = zip(*((one.tolist()[:num_ranks], one.tolist()[num_ranks:]) for one in everyones), strict=True)
+    by_rank = [torch.empty_like(own) for _ in range(num_ranks)]
+    all_gather(memory, own, by_rank, call)
+    given, wanted = zip(*((one.tolist()[:num_ranks], one.tolist()[num_ranks:]) for one in by_rank), strict=True)
     for giver in range(num_ranks):
         for taker in range(num_ranks):
             if given[giver][taker] != wanted[taker][giver]:

@@ -88,20 +88,20 @@ def refuse_unlike_optimizers(group: Group, model: nn.Module, optimizer: Optimize
     if group.world_size == 1:
         return
     order = order_digest(model, optimizer) if orders_parameters else None
-    everyones = group.all_gather_json([plain_settings(optimizer), order, first_state(optimizer)])
+    by_rank = group.all_gather_json([plain_settings(optimizer), order, first_state(optimizer)])
     name = type(optimizer).__name__
-    for rank, (settings, theirs, state) in enumerate(everyones):
-        if settings != everyones[0][0]:
+    for rank, (settings, theirs, state) in enumerate(by_rank):
+        if settings != by_rank[0][0]:
             raise TaskInvalid(
                 f"build_optimizer gave {name} other settings on rank {rank} than on rank "
                 "0: compute them in build_model, where weights are whole, and not from the number of a rank"
             )
-        if has_other_values(state, everyones[0][2]):
+        if has_other_values(state, by_rank[0][2]):
             raise TaskInvalid(
                 f"build_optimizer gave {name} other numbers in the state of its parameters on rank {rank} than on rank "
                 "0: compute them in build_model, where weights are whole, and not from the number of a rank"
             )
-        if theirs != everyones[0][1]:
+        if theirs != by_rank[0][1]:
             raise TaskInvalid(
                 f"build_optimizer gave {name} the parameters in another order on rank "
                 f"{rank} than on rank 0: give them in the model's order (a set has another one in each process)"

@@ -137,9 +137,9 @@ class SectionedStrategy(Strategy):
         """
         now = self._as_read.now()
         buffers = {f"model.{name}": checksum([now[name]]) for name in self._as_read.changed() if name in now}
-        everyones = self.group.all_gather_json([{**dict.fromkeys(changed, 0), **buffers}, self.share.takes_samples])
-        values = [theirs for theirs, _ in everyones]
-        have_task = {rank for rank, (_, takes_samples) in enumerate(everyones) if takes_samples}
+        by_rank = self.group.all_gather_json([{**dict.fromkeys(changed, 0), **buffers}, self.share.takes_samples])
+        values = [theirs for theirs, _ in by_rank]
+        have_task = {rank for rank, (_, takes_samples) in enumerate(by_rank) if takes_samples}
         # what the loss changes too was tried with the sections
         known = {*self.traits.learned_state, *self.traits.counted_state}
         found = dict.fromkeys(path for theirs in values for path in theirs if path not in known)

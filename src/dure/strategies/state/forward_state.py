@@ -1,4 +1,4 @@
-"""State that a model keeps in Python while it runs, and of which each replica would have its own.
+"""State in Python that a model sets while it runs, and of which each replica would have its own version.
 
 A module may set an attribute in its forward pass, for the loss to read or for the next pass. A hook may write to a
 dictionary that it shares with the loss. One device sees all samples there, but a replica only its own.
@@ -145,7 +145,7 @@ class SharedState:
         Args:
             model: Model of the run, with the hooks.
             loss: Further function that runs on each device.
-            method: Method that the loss is or wraps, and of whose object each device has a copy.
+            method: Method that is the loss, or is wrapped by it; each device has a copy of its object.
         """
         self._modules = {id(module) for module in model.modules()}
         readers = [

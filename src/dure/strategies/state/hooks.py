@@ -33,8 +33,8 @@ def without_new_hooks(model: nn.Module, *optimizers: Optimizer) -> Iterator[None
         with kept_global_hooks():
             yield
     finally:
-        for take_out in undo:
-            take_out()
+        for remove_new in undo:
+            remove_new()
         for hooks, before in registers:
             hooks.clear()
             hooks.update(before)

@@ -107,8 +107,8 @@ def optimizer_from_names(
             continue
         if name not in numbers:
             raise CheckpointMismatch(f"it has optimiser state of {key}, which this optimiser does not train")
-        place = own_shard(parameters[name]) if cuts is None else cuts[name]
-        state[numbers[name]] = copies.of_parameter(parameters[name], place, value)
+        shard = own_shard(parameters[name]) if cuts is None else cuts[name]
+        state[numbers[name]] = copies.of_parameter(parameters[name], shard, value)
     other = copies.of(dict(data.get("other", {})), template)
     groups = [copies.of(group, now) for group, now in zip(groups, template["param_groups"], strict=True)]
     optimizer.load_state_dict({**other, "state": state, "param_groups": groups})
@@ -169,7 +169,7 @@ class _Copies:
         self._made: dict[int, tuple[Any, Tensor]] = {}
         """Copies by the ids of their sources, which are kept alive."""
 
-    def of_parameter(self, parameter: Tensor, place: TensorShard, value: Any, key: Any = None) -> Any:
+    def of_parameter(self, parameter: Tensor, shard: TensorShard, value: Any, key: Any = None) -> Any:
         """Copy a parameter's state to its device, with its strides if the shape is the same.
 
         A fused step refuses state whose memory format (channels_last, for example) is not the parameter's, and a file
@@ -177,14 +177,14 @@ class _Copies:
 
         Args:
             parameter: Parameter to which the state belongs.
-            place: Shard of the saved parameter that it is.
+            shard: Shard of the saved parameter that it is.
             value: The state, or a part of it.
             key: Key of the value in the state.
         """
         if not isinstance(value, Tensor | SavedTensor):
-            return _mapped(value, lambda item, key: self.of_parameter(parameter, place, item, key))
-        if tuple(value.shape) == place.shape and key != STEP_KEY:
-            return self._once(value, lambda saved: _placed_like(parameter, place, saved))
+            return _mapped(value, lambda item, key: self.of_parameter(parameter, shard, item, key))
+        if tuple(value.shape) == shard.shape and key != STEP_KEY:
+            return self._once(value, lambda saved: _placed_like(parameter, shard, saved))
         device = torch.device("cpu") if key == STEP_KEY else parameter.device
         return self._once(value, lambda saved: saved.whole().to(device, copy=True))
 
@@ -208,9 +208,9 @@ def _as_saved(value: Tensor) -> SavedTensor:
     return SavedTensor(dtype=value.dtype, shape=tuple(value.shape), shards=[own_shard(value)])
 
 
-def _placed_like(parameter: Tensor, place: TensorShard, saved: SavedTensor) -> Tensor:
+def _placed_like(parameter: Tensor, shard: TensorShard, saved: SavedTensor) -> Tensor:
     like = torch.empty_like(parameter, dtype=saved.dtype, requires_grad=False)
-    saved.fill(own_shard(like).tensor, place.rectangle)
+    saved.fill(own_shard(like).tensor, shard.rectangle)
     return like
 
 

@@ -45,10 +45,11 @@ class Trial:
             model: Model whose parameters, buffers, modes, gradients and plain attributes are restored.
             objects: Further objects by name, such as the task.
             seed: Seed of the global generators inside; None leaves them unchanged.
-            watches_writes: Whether writes to parameters are recorded operation by operation, for which torch calls back
-                into Python at each; otherwise copies of all parameters are kept. None for copies if they are small.
-            keeps_caches: Whether caches of functions stay as the code has filled them.
+            watches_writes: Whether writes to parameters are recorded operation by operation, which takes a
+                callback into Python for each; otherwise copies of all parameters are kept. None for copies if they are
+                small.
             keeps_gradients: Whether copies of gradients are kept, because the code may call backward.
+            keeps_caches: Whether caches of functions stay as the code has filled them.
         """
         self._model = model
         self._seed = seed
@@ -118,7 +119,7 @@ class Trial:
         self._surroundings = Surroundings()
         stack.enter_context(self._surroundings.watched())
         self._writes = Writes({**{name: data for name, _, data, _, _ in self._parameters}, **self._large})
-        if self._watches_writes is None:  # copies take less time than a look at every operation
+        if self._watches_writes is None:  # copies take less time than a callback for every operation
             num_bytes = sum(tensor.numel() * tensor.element_size() for tensor in self._writes.tensors.values())
             self._watches_writes = num_bytes > _MOST_COPIED_BYTES
         if self._watches_writes:
@@ -170,7 +171,7 @@ class Trial:
             module.training = training
         restored = {path: before for path, before in self._writes.before.items() if path in self._large}
         for path, before in restored.items():
-            # unwritten ones may be in memory that cannot be written, or count as changed by a write
+            # those not written to may be in read-only memory, or would count as changed by a write
             if not is_equal(self._large[path], before):
                 self._large[path].copy_(before)
         self.left = [path for path in self._plain.put_back(keeps_derived=self._keeps_caches) if path not in restored]
@@ -183,9 +184,9 @@ _shared: dict[bool, ObjectState] | None = None
 
 @contextmanager
 def sharing_state() -> Iterator[None]:
-    """Let trials and watches of the same objects share one record of their state while it is true.
+    """Let trials and watches of the same objects share one record of their state as long as it is valid.
 
-    To walk over all objects takes longer than to see that none has changed.
+    Walking over all objects takes longer than checking that none has changed.
     """
     global _shared
     outer, _shared = _shared, {}
@@ -196,7 +197,7 @@ def sharing_state() -> Iterator[None]:
 
 
 def state_of(roots: Mapping[str, object], *, sees_data: bool) -> ObjectState:
-    """Return the state of some objects, the last one in `sharing_state` if it is still true."""
+    """Return the state of some objects, the last one in `sharing_state` if it is still valid."""
     if _shared and (last := _shared.get(sees_data)) is not None and last.is_state_of(roots):
         return last
     state = ObjectState(roots, sees_data=sees_data)
@@ -251,7 +252,8 @@ class KeptBuffers:
                     module._buffers.pop(leaf, None)
         with torch.no_grad():
             for buffer, value in self._values.values():
-                if not is_equal(buffer, value):  # a write to one that a graph has saved would be an error in backward
+                # writing to a buffer that a graph has saved would be an error in backward
+                if not is_equal(buffer, value):
                     buffer.copy_(value)
 
 

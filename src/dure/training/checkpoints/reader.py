@@ -287,7 +287,8 @@ class Checkpoint:
             model: Model itself, not wrapped.
             optimizer: Optimiser built like the saved one.
             whole: Names of all parameters, by group, if the optimiser has only one rank's part of them.
-            cuts: Pieces of the saved parameters that the model's parameters are, by name, where these do not say so.
+            cuts: Shards of the saved parameters that the model's parameters are, by name, if these do not show it
+                themselves.
             has_state: Whether this rank keeps state of parameters; if not, other ranks do.
 
         Raises:

@@ -15,14 +15,14 @@ from dure.strategies.state.trial import is_equal, state_of
 from dure.torchcompat import is_transforming
 
 
-class StateOfModules:
+class ChangesOutsideForward:
     """Context that records the plain state and buffers of a model changed outside the model's own calls."""
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
         self._found: dict[str, Any] = {}
 
-    def __enter__(self) -> "StateOfModules":
+    def __enter__(self) -> "ChangesOutsideForward":
         self._begin()
         self._handles = [
             self._model.register_forward_pre_hook(lambda *_: self._take()),
@@ -49,7 +49,7 @@ class StateOfModules:
         return self._found
 
 
-class StateOfForward:
+class ChangesInForward:
     """Context that records what a model changes in its own calls: plain state outside it, buffers, generators."""
 
     def __init__(self, model: nn.Module, objects: Mapping[str, object]) -> None:
@@ -65,7 +65,7 @@ class StateOfForward:
         self.is_inside = False
         """True within a call of the model, and after one that failed."""
 
-    def __enter__(self) -> "StateOfForward":
+    def __enter__(self) -> "ChangesInForward":
         # functions, which a deep copy of the model shares, and not methods, with which it would copy this object
         self._handles = [
             self._model.register_forward_pre_hook(lambda *_: self._begin()),

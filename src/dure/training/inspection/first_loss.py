@@ -16,13 +16,13 @@ class FirstLoss:
     """Relative difference of a value that counts as rounding; ten times as much for the gradient."""
 
 
-def difference_of_ranks(everyones: Sequence[FirstLoss]) -> str | None:
+def difference_of_ranks(by_rank: Sequence[FirstLoss]) -> str | None:
     """Return how the loss differs between ranks, or None.
 
     Args:
-        everyones: First losses by rank.
+        by_rank: First losses by rank.
     """
-    known = [(rank, one) for rank, one in enumerate(everyones) if one.value is not None]
+    known = [(rank, one) for rank, one in enumerate(by_rank) if one.value is not None]
     for rank, one in known[1:]:
         if difference := _difference(known[0][1], one, f"on rank {known[0][0]}", f"on rank {rank}"):
             return difference

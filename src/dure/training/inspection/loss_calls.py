@@ -15,7 +15,7 @@ from dure.records.sums import Sum
 from dure.strategies.contract.strategy import LossFunction
 from dure.strategies.state.statistics import statistics_of
 from dure.strategies.state.trial import Trial, is_equal
-from dure.training.inspection.call_watches import StateOfForward
+from dure.training.inspection.call_watches import ChangesInForward
 
 NUM_SAMPLES = 8
 """Number of samples of a group on which a loss is called."""
@@ -35,10 +35,10 @@ class LossCalls:
     autocast: Callable[[], AbstractContextManager[Any]]
     """Context of a forward pass."""
     watches_writes: bool = True
-    """True if writes to parameters are seen operation by operation, which some losses do not take."""
+    """True if writes to parameters are seen operation by operation, which some losses do not support."""
 
     def __post_init__(self) -> None:
-        self.forward = StateOfForward(self.model, self.objects)
+        self.forward = ChangesInForward(self.model, self.objects)
         """Changes by the model's own calls in the last call of the loss."""
 
     def tried(
@@ -73,7 +73,7 @@ class LossCalls:
                 perturb(self.model)
             for name, parameter in self.model.named_parameters():
                 parameter.grad = gradients[name].clone() if gradients and name in gradients else None
-            self.forward = StateOfForward(self.model, self.objects)
+            self.forward = ChangesInForward(self.model, self.objects)
             with torch.enable_grad(), self.autocast(), self.forward as forward:
                 result = self.loss(self.model, batch)
             found = {name: p.grad for name, p in self.model.named_parameters() if p.grad is not None}
@@ -111,7 +111,7 @@ class LossCalls:
                 if gradient is not None
             }
         if trial.has_drawn:
-            raise ValueError("a loss that draws is another one each time")
+            raise ValueError("a loss that draws random numbers differs each time")
         return Value.of(result, len(places)), gradients
 
     def value(self, places: Sequence[int]) -> "Value":
@@ -127,12 +127,12 @@ class LossCalls:
             return self.value(places)
 
     def trial_of_values(self) -> Trial:
-        """Return a trial that serves for the values of losses only, not for what they write."""
+        """Return a trial for the values of losses only: their writes are undone but not reported."""
         watches = None if self.watches_writes else False
         return Trial(self.model, self.objects, seed=2, watches_writes=watches, keeps_gradients=False)
 
     def set_modes(self, *, as_in_training: bool) -> None:
-        """Put the model into training mode, without BatchNorm and dropout unless everything is to be as in training."""
+        """Put the model into training mode, without BatchNorm and dropout unless `as_in_training`."""
         self.model.train()
         if not as_in_training:
             for module in self.model.modules():
@@ -176,7 +176,7 @@ class Tried(NamedTuple):
     trial: Trial
     value: Value
     gradients: dict[str, Tensor]
-    forward: StateOfForward
+    forward: ChangesInForward
     """Changes by the model's own calls."""
     has_gradients: bool
     """True if parameters without gradients had some when the loss returned."""
@@ -208,6 +208,6 @@ def _are_equal(some: Mapping[str, Tensor], others: Mapping[str, Tensor]) -> bool
 
 @contextlib.contextmanager
 def silent() -> Iterator[None]:
-    """Discard what a loss prints in a trial; it is shown once, in the step that it belongs to."""
+    """Discard what a loss prints in a trial: its output is shown once, in the step to which it belongs."""
     with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
         yield

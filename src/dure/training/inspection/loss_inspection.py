@@ -23,7 +23,7 @@ from dure.strategies.state.shared_storage import recomputed_weights
 from dure.strategies.state.statistics import learns_statistics
 from dure.strategies.state.trial import Trial, is_equal, sharing_state
 from dure.training.inspection.additivity import WIDE_SAMPLES, Additivity
-from dure.training.inspection.call_watches import FedState, StateOfModules
+from dure.training.inspection.call_watches import ChangesOutsideForward, FedState
 from dure.training.inspection.collectives import CollectiveCalled, no_collectives
 from dure.training.inspection.first_loss import FirstLoss
 from dure.training.inspection.loss_calls import NUM_SAMPLES, Tried, perturb, silent
@@ -50,7 +50,7 @@ class CallSummary(NamedTuple):
     """Summary of calls of a loss: equal ones suggest that it has not changed its behaviour."""
 
     kind: tuple[Any, ...]
-    """Names of what the calls change, and other answers to questions about them."""
+    """Names of everything that the calls change, and further findings on them."""
     figures: tuple[str, ...]
     """Loss and norms of its gradients."""
 
@@ -121,7 +121,7 @@ class LossInspection:
             moved = [self.calls.tried(each, as_in_training=True, perturbs=True) for each in places]
             state = {**moved[0].trial.state, **state[0]}, {**moved[1].trial.state, **state[1]}
             one, other = (each.buffers(self.calls.model) for each in moved)
-            # of pairs of samples, nothing is known of these
+            # they were not called on pairs of samples: there the values for the first group stand for them
             buffers = [
                 {**of_copies, **each} for of_copies, each in zip([one, other, *[one] * few], buffers, strict=False)
             ]
@@ -283,14 +283,14 @@ class LossInspection:
         tensors: list[Tensor] = [each for module in modules for each in module.parameters()]
         tensors += [each for each in held if isinstance(each, Tensor)]
         first = {_beginning(parameter) for parameter in own.values()} - {None}
-        # those of one value are no copies, but fresh statistics
+        # a buffer in which all values are equal is no copy, but statistics in their initial state
         buffers = {
             each for buffer in self.calls.model.buffers() if (each := _beginning(buffer)) and len({*each[2:]}) > 1
         }
         return bool(first & buffers) or any(id(each) not in own and _beginning(each) in first for each in tensors)
 
     def _failure_of_one(self, places: range) -> tuple[str | None, bool]:
-        """Return why the loss takes no single sample, or None, and whether it is the model that does not.
+        """Return why the loss fails on a single sample, or None, and whether the model itself fails.
 
         Args:
             places: Samples for which the loss is finite if it is called on all of them.
@@ -344,17 +344,17 @@ class LossInspection:
     def _uses_gradients(self, places: Sequence[int], first: Tried) -> bool:
         """Return whether the loss changes existing gradients of parameters, depends on them, or fails with them."""
         try:
-            beside = self.calls.tried(places, as_in_training=True, gradients=first.gradients)
+            with_gradients = self.calls.tried(places, as_in_training=True, gradients=first.gradients)
         except Exception:
             return True
-        if beside.has_changed_gradients:
+        if with_gradients.has_changed_gradients:
             return True
-        if not self._additivity.is_other(first.value, beside.value):
+        if not self._additivity.is_other(first.value, with_gradients.value):
             return False
         try:
             return not self._additivity.is_other(first.value, self.calls.tried(places, as_in_training=True).value)
         except Exception:
-            return False  # it differs and fails irregularly
+            return False  # its value varies, and it fails irregularly
 
     def _remembered(self, places: range, others: range, first: Tried) -> Sequence[str]:
         """Return the functions whose caches change the loss if they were filled by other samples."""
@@ -384,7 +384,12 @@ class LossInspection:
             for batch in batches:
                 if time.monotonic() > deadline:
                     break
-                with torch.enable_grad(), self.calls.autocast(), StateOfModules(self.calls.model) as modules, fed:
+                with (
+                    torch.enable_grad(),
+                    self.calls.autocast(),
+                    ChangesOutsideForward(self.calls.model) as modules,
+                    fed,
+                ):
                     self.calls.loss(self.calls.model, batch)
                 found |= modules.changed()
             draws = self.calls.tried(groups[0], as_in_training=True).trial.has_drawn

@@ -26,7 +26,7 @@ _NUM_POSITIONS = 33
 _SCHEDULE_SECONDS = 1.0
 """Seconds after which the schedule is called at no further position."""
 _SECONDS = 3.0
-"""Seconds within which inspections of states must begin, and for which calls of the loss are planned."""
+"""Seconds within which inspections of states must begin; no more calls of the loss are planned than fit into them."""
 _MOST_INSPECTED = 3
 """Maximum number of states in which all traits are inspected because the loss has another value there."""
 
@@ -62,8 +62,8 @@ class Phases:
             num_samples: Number of available samples, at least 1.
             known: Traits in the state before training.
         """
-        places = self._new_states(watches_writes=inspection.calls.watches_writes)
-        if not places:
+        positions = self._new_states(watches_writes=inspection.calls.watches_writes)
+        if not positions:
             return known
         started = time.monotonic()
         try:
@@ -72,7 +72,7 @@ class Phases:
             return known  # it fails irregularly
         seconds_each = time.monotonic() - started
         deadline = time.monotonic() + _SECONDS
-        chosen = {places[i] for i in _spread(len(places), max(1, int(_SECONDS / max(seconds_each, 1e-9))))}
+        chosen = {positions[i] for i in _spread(len(positions), max(1, int(_SECONDS / max(seconds_each, 1e-9))))}
         num_inspected = 0
         with contextlib.closing(self._states(chosen, watches_writes=inspection.calls.watches_writes)) as states:
             for seen in states:
@@ -99,9 +99,9 @@ class Phases:
                 known = known.joined(found, _with(seen))
         return known
 
-    def entered(self, places: Collection[int]) -> Generator[str]:
+    def entered(self, positions: Collection[int]) -> Generator[str]:
         """Yield descriptions of states that the schedule sets at some positions, with the task in each of them."""
-        with contextlib.closing(self._states(places, watches_writes=False)) as states:
+        with contextlib.closing(self._states(positions, watches_writes=False)) as states:
             for seen in states:
                 yield _with(seen)
 
@@ -120,8 +120,8 @@ class Phases:
                     break
         return new
 
-    def _states(self, places: Collection[int], *, watches_writes: bool) -> Generator[int]:
-        """Yield positions while the task is in the state that the schedule sets there; restore everything afterwards.
+    def _states(self, chosen: Collection[int], *, watches_writes: bool) -> Generator[int]:
+        """Yield the chosen positions, with the task in the state that the schedule sets there; restore all afterwards.
 
         The schedule is called at the positions between too, because it may count its calls.
         """
@@ -141,7 +141,7 @@ class Phases:
                     no_collectives(),
                 ):  # the step will raise it
                     schedule(seen)
-                if seen in places:
+                if seen in chosen:
                     yield seen
 
 

@@ -168,10 +168,10 @@ class ReplicaCheck:
             TaskInvalid: Settings differ, or have differed.
         """
         own = plain_settings(self.session.strategy.optimizer)
-        everyones = self.session.group.all_gather_json([own, self._past_settings])
-        for rank, (settings, past) in enumerate(everyones):
-            difference = difference_of_settings(everyones[0][0], settings, "on rank 0", f"on rank {rank}")
-            if difference is None and past != everyones[0][1]:
+        by_rank = self.session.group.all_gather_json([own, self._past_settings])
+        for rank, (settings, past) in enumerate(by_rank):
+            difference = difference_of_settings(by_rank[0][0], settings, "on rank 0", f"on rank {rank}")
+            if difference is None and past != by_rank[0][1]:
                 difference = f"settings of the optimiser have been others on rank {rank} than on rank 0"
             if difference:
                 raise TaskInvalid(

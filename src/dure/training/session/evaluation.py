@@ -101,10 +101,10 @@ def evaluate(
         {name: (_number(s.total), check_count(name, _number(s.count))) for name, s in batch.items()}
         for batch in counted
     ]
-    everyones = [batch for rank in strategy.group.all_gather_json(plain) for batch in rank]
-    metrics = _combined(everyones)
+    all_batches = [batch for rank in strategy.group.all_gather_json(plain) for batch in rank]
+    metrics = _combined(all_batches)
     if strategy.group.rank == 0:
-        _print_doubts(task, everyones, num_samples)
+        _print_doubts(task, all_batches, num_samples)
     return metrics
 
 

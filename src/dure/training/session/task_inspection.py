@@ -69,8 +69,8 @@ def inspected(
         with _on_device(strategy, model):
             inspection.call_once(order.num_samples)
         first = inspection.first_loss
-    everyones = [FirstLoss(**message) for message in group.all_gather_json(asdict(first))]
-    return replace(traits, differs_by_rank=difference_of_ranks(everyones))
+    by_rank = [FirstLoss(**message) for message in group.all_gather_json(asdict(first))]
+    return replace(traits, differs_by_rank=difference_of_ranks(by_rank))
 
 
 def _inspected_as_one_process(

@@ -82,18 +82,18 @@ class TaskIdentity:
         return found
 
 
-def refuse_unlike_samples(everyones: Sequence[Mapping[str, Mapping[str, Any]]]) -> None:
+def refuse_unlike_samples(by_rank: Sequence[Mapping[str, Mapping[str, Any]]]) -> None:
     """Refuse data of which the ranks do not read the same samples.
 
     Args:
-        everyones: For each rank and kind of data, views of samples by index (`sample_views`).
+        by_rank: For each rank and kind of data, views of samples by index (`sample_views`).
 
     Raises:
         DataInvalid: The samples differ; the message names the kind, the sample and the rank.
     """
-    for rank, theirs in enumerate(everyones):
+    for rank, theirs in enumerate(by_rank):
         for kind, views in theirs.items():
-            known = everyones[0].get(kind, {})
+            known = by_rank[0].get(kind, {})
             unlike = next(
                 (
                     index

@@ -80,7 +80,7 @@ def test_bench_when_it_cannot_be_then_says_all_that_is_wrong_and_measures_nothin
     line += " --min-bytes 9K --max-bytes 1K"
     assert main(line.split()) == 2
     said = capfd.readouterr().err
-    assert "7 settings cannot be" in said
+    assert "7 settings are invalid" in said
     assert "unknown algorithm 'rings': did you mean ring?" in said
     assert main(["bench", "--max-bytes", "many"]) == 2
     assert "--max-bytes is 'many' but must be a number of bytes" in capfd.readouterr().err

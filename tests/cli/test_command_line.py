@@ -128,7 +128,7 @@ def test_flag_when_its_value_is_no_number_then_says_what_it_must_be(capsys: Any)
 def test_flags_when_several_cannot_be_then_all_are_named(capsys: Any) -> None:
     assert main(["train", DIGITS, "--epochs", "-1", "--seed", "x", "--nproc", "1.5"]) == 2
     head, *faults = capsys.readouterr().err.splitlines()
-    assert head == "dure: 3 settings cannot be:"
+    assert head == "dure: 3 settings are invalid:"
     assert [fault.split(":")[0].strip() for fault in faults] == ["flag --epochs", "flag --seed", "flag --nproc"]
 
 
@@ -255,7 +255,7 @@ def test_failure_when_json_is_asked_for_then_stdout_stays_empty(
 def test_faults_when_several_then_each_has_its_line(api: SimpleNamespace, capsys: Any) -> None:
     api.train = api.record("train", SpecInvalid(["one", "two"]))
     assert main(["train", "a.py:T"]) == 2
-    assert capsys.readouterr().err == "dure: 2 settings cannot be:\n  one\n  two\n"
+    assert capsys.readouterr().err == "dure: 2 settings are invalid:\n  one\n  two\n"
 
 
 # --- what is printed

@@ -215,7 +215,7 @@ def test_unknown_variable_when_near_a_known_one_then_is_guessed() -> None:
         ),
         ({"flags": {"ckpt": "x"}}, "unknown setting 'ckpt': use --resume, with a run's folder"),
         ({"flags": {"epohcs": 1}}, "unknown setting 'epohcs': did you mean --epochs?"),
-        ({"flags": {"zzz": 1}}, "unknown setting 'zzz': nothing is called so"),
+        ({"flags": {"zzz": 1}}, "unknown setting 'zzz': there is no similar name"),
     ],
 )
 def test_setting_when_another_tool_has_it_then_what_takes_its_place_is_said_as_the_source_writes_it(

@@ -46,11 +46,11 @@ class Verb(NamedTuple):
 
 
 VERBS = {
-    "train": Verb("train", "Train a task, or go on with a run."),
+    "train": Verb("train", "Train a task, or resume a run."),
     "run": Verb("run", "Run any PyTorch script on many ranks, unchanged: torchrun's variables are set."),
     "preflight": Verb(
         "preflight",
-        "Look whether these machines can do a run: versions, network, clocks, limits, disk, GPUs, a real collective.",
+        "Check that these machines are ready for a run: versions, network, clocks, limits, disk, GPUs, a collective.",
     ),
     "eval": Verb("evaluate", "Measure a run's best checkpoint on the evaluation data, every sample once."),
     "export": Verb("export", "Write a run's weights, under the model's own names, into one safetensors file."),
@@ -58,10 +58,10 @@ VERBS = {
         "strategies", "Show the strategies: what each divides, what it preserves of the one-device run, what it needs."
     ),
     "runs": Verb("runs", "Show the runs of a folder: status, strategy and devices, samples, best metric."),
-    "diff": Verb("diff", "Show where two runs part: settings, samples, losses, weights. Ends with 4 if they do."),
+    "diff": Verb("diff", "Show where two runs differ: settings, samples, losses, weights. Exits with 4 if they do."),
     "doctor": Verb(
         "doctor",
-        "Say what happened to a run, dead, hung or done: who failed first, who hung where, what is to be done.",
+        "Explain what happened to a run: which rank failed or hung first, where, and what to do.",
     ),
     "submit": Verb("submit", "Hand a run to Slurm, Kubernetes or Ray."),
     "bench": Verb("bench", "Measure collectives between processes of this host, and fit what a link costs."),
@@ -248,7 +248,7 @@ def _parse_fault(error: CycloptsError, app: App) -> str:
 def _sentence(error: DureError) -> str:
     """Return an error for display: one sentence, or a line for each of several faults."""
     if isinstance(error, SpecInvalid) and len(error.faults) > 1:
-        return "\n".join([f"{len(error.faults)} settings cannot be:", *(f"  {fault}" for fault in error.faults)])
+        return "\n".join([f"{len(error.faults)} settings are invalid:", *(f"  {fault}" for fault in error.faults)])
     return str(error)
 
 

@@ -31,7 +31,7 @@ def diff(
     tolerance: Annotated[float, Parameter(help="relative difference that counts as none")] = 0.0,
     json: JsonFlag = False,
 ) -> None:
-    """Show where two runs part: settings, samples, losses, weights. Ends with 4 if they do."""
+    """Show where two runs differ: settings, samples, losses, weights. Exits with 4 if they do."""
     if not 0 <= tolerance < 1:
         raise Misuse(f"tolerance is {tolerance:g} but must be a number of at least 0 and below 1")
     from dure.api.diff import compare

@@ -32,7 +32,7 @@ def doctor(
     ] = "never",
     json: JsonFlag = False,
 ) -> None:
-    """Say what happened to a run, dead, hung or done: who failed first, who hung where, what is to be done."""
+    """Explain what happened to a run: which rank failed or hung first, where, and what to do."""
     from dure.doctor.findings import SEVERITIES, diagnose
     from dure.records.run_dir import RunDir
 

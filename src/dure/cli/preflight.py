@@ -67,7 +67,7 @@ def preflight(
     runs_dir: Annotated[Path, Parameter(help="folder of the runs")] = Path("runs"),
     json: JsonFlag = False,
 ) -> None:
-    """Look whether these machines can do a run: versions, network, clocks, limits, disk, GPUs, a real collective.
+    """Check that these machines are ready for a run: versions, network, clocks, limits, disk, GPUs, a collective.
 
     Ends with 3 if anything is missing, and shows a cure for each problem; warnings do not count. Leaves nothing behind.
     """

@@ -82,21 +82,23 @@ def _option_names(cls: "type[Task] | None") -> set[str]:
 
 def train(
     options: dict[str, str],
-    task: Annotated[str | None, Parameter(help="file.py:Class or package.module:Class; --resume knows it")] = None,
+    task: Annotated[
+        str | None, Parameter(help="file.py:Class or package.module:Class; not needed with --resume")
+    ] = None,
     /,
     *,
     resume: Annotated[
         Path | None,
-        Parameter(help="go on with this run's folder, on any strategy and nproc; auto: with --name's, if any"),
+        Parameter(help="resume the run of this folder, under any strategy and nproc; auto: that of --name, if any"),
     ] = None,
-    config: Annotated[Path | None, Parameter(help="TOML file of settings; flags and DURE_* go over it")] = None,
+    config: Annotated[Path | None, Parameter(help="TOML file of settings; flags and DURE_* override it")] = None,
     show_spec: Annotated[
         bool, Parameter(negative=(), show_default=False, help="print every setting and its source; do not train")
     ] = False,
     json: JsonFlag = False,
     **settings: Any,
 ) -> None:
-    """Train a task, or go on with a run.
+    """Train a task, or resume a run.
 
     Flags override DURE_<NAME> in the environment, which overrides the TOML file, which overrides the task's defaults.
     """

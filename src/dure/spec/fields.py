@@ -114,7 +114,8 @@ class _Execution(_Group):
     preflight: bool = Field(False, description="check machines and network first, and start only if all is well")
     accept_changes: bool = Field(False, description="resume although the task's code or data are not as they were")
     trust_task: bool = Field(
-        False, description="resume although the run names a task's file outside the current folder, which is run"
+        False,
+        description="accept a run whose record names a task's file outside the current folder; that file is executed",
     )
     deterministic: bool = Field(False, description="a repeated run at the same world size is bit-identical")
     compile: bool = Field(False, description="torch.compile the model")
@@ -211,7 +212,7 @@ class _Hosts(_Group):
     node_rank: int | None = Field(None, ge=0, description="which of the hosts this is, from 0; another on each")
     rendezvous: str | None = Field(None, description="where the hosts meet: an address of host 0, as 10.0.0.1:29400")
     secret_file: Annotated[Path | None, _OfFileSystem] = Field(
-        None, description="what the hosts know each other by (default: ~/.config/dure/secret)"
+        None, description="file by which the hosts prove that they belong together (default: ~/.config/dure/secret)"
     )
     rendezvous_timeout: float = Field(600.0, gt=0, description="seconds to wait for the other hosts")
     allow_public_address: bool = Field(False, description="meet at a public address, without encryption")

@@ -12,7 +12,7 @@ _FEW = 20
 """Maximum number of names that are listed in full."""
 
 
-def unknown_name(kind: str, name: str, known: Iterable[str], otherwise: str = "nothing is called so") -> str:
+def unknown_name(kind: str, name: str, known: Iterable[str], otherwise: str = "there is no similar name") -> str:
     """Return a sentence about an unknown name, with the most similar name if there is one, or the known ones if few.
 
     Args:
@@ -37,7 +37,7 @@ def unknown_setting(
     name: str,
     known: Iterable[str],
     spell: Callable[[str], str],
-    otherwise: str = "nothing is called so",
+    otherwise: str = "there is no similar name",
     *,
     has_task: bool = True,
 ) -> str:

@@ -44,7 +44,10 @@ Rendezvous = Annotated[
 ]
 SecretFile = Annotated[
     Path | None,
-    Parameter(help="what the hosts know each other by (default: ~/.config/dure/secret)", show_default=False),
+    Parameter(
+        help="file by which the hosts prove that they belong together (default: ~/.config/dure/secret)",
+        show_default=False,
+    ),
 ]
 RendezvousTimeout = Annotated[float, Parameter(help="seconds to wait for the other hosts")]
 PublicAddressFlag = Annotated[

@@ -211,6 +211,8 @@ def test_help_when_a_task_is_named_then_shows_its_options(task_file: str, capsys
     ("line", "sentence"),
     [
         ("trian", "unknown command 'trian': did you mean train? known: train, "),
+        ("absent.py:T", "unknown command 'absent.py:T': write `dure train absent.py:T`"),
+        ("absent.py --nproc 2", "unknown command 'absent.py': write `dure run absent.py`"),
         ("--versio", "unknown flag '--versio': did you mean --version? known: --version, --help"),
         ("train a.py:T --epoch 3", "unknown flag '--epoch': use --epochs"),
         ("train a.py:T --no-such", "unknown flag '--no-such': "),

@@ -34,7 +34,7 @@ from dure.process.stop_signals import (
     handled_signals,
     stop_exit_code,
 )
-from dure.terminal import print_status, replace_what_no_terminal_has
+from dure.terminal import print_status, replace_what_no_terminal_has, shell_word
 
 
 class Verb(NamedTuple):
@@ -226,6 +226,9 @@ def _parse_fault(error: CycloptsError, app: App) -> str:
         return f"{fault}; a flag of the script's own stands after the script" if is_script else fault
     if isinstance(error, UnknownCommandError) and error.unused_tokens:
         token = error.unused_tokens[0]
+        if ".py" in token:
+            verb = "train" if ":" in token else "run"
+            return f"unknown command {token!r}: write `dure {verb} {shell_word(token)}`"
         known = ["--help", "--version"] if token.startswith("-") else [*VERBS]
         return unknown_name("flag" if token.startswith("-") else "command", token, known)
     if isinstance(error, UnusedCliTokensError) and error.unused_tokens:

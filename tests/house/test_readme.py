@@ -70,6 +70,13 @@ def test_readme_when_it_compares_steps_then_the_ratios_are_the_results(label: st
     assert [float(cell) for cell in cells(label)] == [round(ratios[name], 2) for name in names]
 
 
+@pytest.mark.parametrize(("name", "model"), [("resnet50_gpu", "ResNet-50"), ("transformer_gpu", "a GPT")])
+def test_readme_when_it_tells_speeds_on_a_gpu_then_they_are_the_results(name: str, model: str) -> None:
+    ratios = {row["name"]: row["ratio"] for row in result(name)["rows"]}
+    found = re.findall(rf"\[{model}\]\(benchmarks/results/{name}\.md\) at ([\d.]+)", readme())
+    assert found == [f"{ratios['dure']:.2f}"]
+
+
 def test_readme_when_it_compares_starts_then_the_seconds_are_the_results() -> None:
     seconds = {row["name"]: row["median"] for row in result("overhead")["parts"]["startup"]["rows"]}
     assert cells("Shell to first step")[:2] == [f"{seconds[name]:.1f} s" for name in ("dure", "by hand under torchrun")]

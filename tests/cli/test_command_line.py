@@ -219,7 +219,7 @@ def test_help_when_a_task_is_named_then_shows_its_options(task_file: str, capsys
         ("runs --jsn", "unknown flag '--jsn': did you mean --json? known: --json, --runs-dir, --help"),
         ("runs x", "'x' is one argument too many: see `dure runs --help`"),
         ("train a.py:T --epochs", "flag --epochs has no value: see `dure train --help`"),
-        ("train a.py:T --seed 1 --seed 2", "parameter --seed specified multiple times: see `dure train --help`"),
+        ("train a.py:T --seed 1 --seed 2", "flag --seed is given twice: see `dure train --help`"),
         ("eval", "RUN is missing: see `dure eval --help`"),
         ("eval runs/x --which worst", 'Choose from: "best", "last": see `dure eval --help`'),
         ("strategies dpp", "unknown strategy 'dpp': did you mean dp? known: dp, ddp, "),

@@ -18,6 +18,7 @@ from cyclopts import App
 from cyclopts.exceptions import (
     CycloptsError,
     MissingArgumentError,
+    RepeatArgumentError,
     UnknownCommandError,
     UnknownOptionError,
     UnusedCliTokensError,
@@ -238,6 +239,8 @@ def _parse_fault(error: CycloptsError, app: App) -> str:
         name, verb = error.argument.name, " ".join(error.command_chain or ())
         fault = f"flag {name} has no value" if name.startswith("-") else f"{name} is missing"
         return f"{fault}: see `dure {verb} --help`"
+    if isinstance(error, RepeatArgumentError) and error.token is not None:
+        return f"flag {error.token.keyword} is given twice: see `dure {' '.join(error.command_chain or ())} --help`"
     if isinstance(error, ValidationError) and error.argument is not None:
         flag = error.argument.name
         name = flag.removeprefix("--").replace("-", "_")

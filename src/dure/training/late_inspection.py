@@ -11,8 +11,8 @@ from dataclasses import replace
 
 from dure.data.randomness import GeneratorStates
 from dure.errors import DataInvalid
+from dure.strategies.state.batchnorm import FrozenStatistics
 from dure.strategies.state.objects.object_state import ObjectState
-from dure.strategies.state.statistics import FrozenStatistics
 from dure.strategies.state.trial import KeptBuffers
 from dure.training.inspection.additivity import tolerance_of
 from dure.training.rehearsal import few_losses

@@ -7,7 +7,7 @@ from typing import Any, Protocol, runtime_checkable
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from dure.strategies.state.sync_batchnorm import SyncBatchNorm
+from dure.strategies.state.batchnorm import SyncBatchNorm
 
 
 @dataclass(frozen=True, kw_only=True)

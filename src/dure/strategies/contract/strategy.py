@@ -35,11 +35,11 @@ from dure.strategies.contract.watch.first_steps import FirstSteps
 from dure.strategies.contract.watch.hidden_state import StateGuard
 from dure.strategies.contract.watch.parameter_watch import Freezing, ParameterWatch, freezing_fault
 from dure.strategies.contract.weight_rules import WeightRules
+from dure.strategies.state.batchnorm import convert_sync_batchnorm
 from dure.strategies.state.common_buffers import broadcast_buffers
 from dure.strategies.state.hooks import gradient_hooks
 from dure.strategies.state.optimizer import optimizer_to_names, settings_of
 from dure.strategies.state.saved_state import CarriedState, StateSource, StrategyState
-from dure.strategies.state.sync_batchnorm import convert_sync_batchnorm
 from dure.strategies.state.tensor_shard import Needs, rectangles, whole_buffers
 from dure.torchcompat import run_backward
 

@@ -34,10 +34,10 @@ from dure.strategies.contract.weight_rules import WeightRules
 from dure.strategies.sharded.fsdp_units import find_units, has_batchnorm, parameter_bytes, unit_faults
 from dure.strategies.sharded.local_shards import ShardedStrategy
 from dure.strategies.sharded.options import FSDPOptions
+from dure.strategies.state.batchnorm import convert_sync_batchnorm
 from dure.strategies.state.module_patterns import shortened
 from dure.strategies.state.objects.object_state import ObjectState
 from dure.strategies.state.saved_state import StateSource, StrategyState
-from dure.strategies.state.sync_batchnorm import convert_sync_batchnorm
 from dure.torchcompat import run_backward
 from dure.units import format_bytes
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from dure import torchcompat
 from dure.records.sums import Sum
 from dure.strategies.contract.strategy import LossFunction
-from dure.strategies.state.statistics import statistics_of
+from dure.strategies.state.batchnorm import statistics_of
 from dure.strategies.state.trial import Trial, is_equal
 from dure.training.inspection.call_watches import ChangesInForward
 

@@ -17,10 +17,10 @@ from torch import Tensor, nn
 
 from dure.errors import message_of
 from dure.strategies.contract.loss_traits import LossTraits
+from dure.strategies.state.batchnorm import learns_statistics
 from dure.strategies.state.hooks import gradient_hooks
 from dure.strategies.state.objects.object_state import ObjectState
 from dure.strategies.state.shared_storage import recomputed_weights
-from dure.strategies.state.statistics import learns_statistics
 from dure.strategies.state.trial import Trial, is_equal, sharing_state
 from dure.training.inspection.additivity import WIDE_SAMPLES, Additivity
 from dure.training.inspection.call_watches import ChangesOutsideForward, FedState

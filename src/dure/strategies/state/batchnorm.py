@@ -1,11 +1,14 @@
-"""BatchNorm with statistics over the samples of all ranks."""
+"""BatchNorm layers: a version with statistics over the samples of all ranks, and whether a layer is frozen."""
 
+from collections.abc import Container
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from dure.errors import TaskInvalid
+from dure.strategies.state.trial import is_equal
 from dure.torchcompat import BatchNorm
 
 
@@ -77,7 +80,30 @@ def convert_sync_batchnorm(model: nn.Module, device: torch.device) -> nn.Module:
     """Replace every BatchNorm by one over all ranks: torch's on CUDA, dure's elsewhere.
 
     Parameters and buffers keep their identity and names, so an existing optimiser remains valid.
+
+    Raises:
+        TaskInvalid: A layer is of a class other than torch's own, which may do more.
     """
+    for path, module in model.named_modules():
+        if isinstance(module, BatchNorm) and not _is_plain(module):
+            raise TaskInvalid(
+                f"--sync-batchnorm replaces BatchNorm layers, and {path or 'the model'}, a {type(module).__name__}, "
+                "has code, hooks or attributes of its own, which would be lost: leave it out, or use torch's own layers"
+            )
+    return _converted(model, device)
+
+
+def _is_plain(module: BatchNorm) -> bool:
+    """Return whether a layer is one of torch's or dure's classes, without hooks and further attributes."""
+    if type(module).__module__ not in (__name__, nn.BatchNorm1d.__module__):
+        return False
+    known = {*vars(SyncBatchNorm(1)), "process_group"}
+    return vars(module).keys() <= known and not any(
+        value for name, value in vars(module).items() if name.endswith("_hooks")
+    )
+
+
+def _converted(model: nn.Module, device: torch.device) -> nn.Module:
     if device.type == "cuda":
         converted: nn.Module = nn.SyncBatchNorm.convert_sync_batchnorm(model)
         return converted
@@ -85,7 +111,7 @@ def convert_sync_batchnorm(model: nn.Module, device: torch.device) -> nn.Module:
         if isinstance(child, BatchNorm) and not isinstance(child, SyncBatchNorm):
             setattr(model, name, _synchronised(child))
         else:
-            convert_sync_batchnorm(child, device)
+            _converted(child, device)
     return _synchronised(model) if isinstance(model, BatchNorm) and not isinstance(model, SyncBatchNorm) else model
 
 
@@ -98,3 +124,40 @@ def _synchronised(old: BatchNorm) -> SyncBatchNorm:
         new.register_buffer(name, buffer)
     new.train(old.training)
     return new
+
+
+def statistics_of(model: nn.Module) -> dict[str, Tensor]:
+    """Return the buffers of all BatchNorm layers by name."""
+    return {
+        f"{path}.{name}" if path else name: buffer
+        for path, module in model.named_modules()
+        if isinstance(module, BatchNorm)
+        for name, buffer in module.named_buffers(recurse=False)
+    }
+
+
+def learns_statistics(model: nn.Module, changed: Container[str]) -> bool:
+    """Return whether a BatchNorm may have used the statistics of a batch in calls of the model.
+
+    Args:
+        model: Model.
+        changed: Names of the buffers that the calls changed.
+    """
+    without_count = any(isinstance(m, BatchNorm) and m.num_batches_tracked is None for m in model.modules())
+    return without_count or any(name in changed for name in statistics_of(model))
+
+
+class FrozenStatistics:
+    """Statistics of BatchNorm layers that training should leave as they are."""
+
+    def __init__(self, model: nn.Module) -> None:
+        """Record the current statistics."""
+        self._model = model
+        self._values = {name: buffer.clone() for name, buffer in statistics_of(model).items()}
+
+    def have_changed(self) -> bool:
+        """Return whether a layer has other statistics now."""
+        now = statistics_of(self._model)
+        return now.keys() != self._values.keys() or any(
+            not is_equal(now[name], value) for name, value in self._values.items()
+        )

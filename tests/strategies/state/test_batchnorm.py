@@ -4,7 +4,8 @@ import pytest
 import torch
 from torch import nn
 
-from dure.strategies.state.sync_batchnorm import SyncBatchNorm, convert_sync_batchnorm
+from dure.errors import TaskInvalid
+from dure.strategies.state.batchnorm import SyncBatchNorm, convert_sync_batchnorm
 from tests.comm.gloo_ranks import on_ranks
 
 COUNTS = [3, 1, 4]
@@ -95,3 +96,34 @@ def test_sync_batchnorm_in_evaluation_uses_the_running_statistics_without_talkin
 def test_sync_batchnorm_of_a_vector_is_refused():
     with pytest.raises(ValueError, match=r"needs \(B, C, \.\.\.\), got \(3,\)"):
         SyncBatchNorm(3)(torch.zeros(3))
+
+
+class NormAndActivation(nn.BatchNorm1d):
+    """Does more than its base, as timm's layers do."""
+
+    def forward(self, x):
+        return super().forward(x).relu()
+
+
+def hooked():
+    layer = nn.BatchNorm1d(3)
+    layer.register_forward_hook(lambda module, given, output: None)
+    return layer
+
+
+def fixed():
+    layer = nn.BatchNorm1d(3)
+    layer.train = lambda mode=True: layer
+    return layer
+
+
+@pytest.mark.parametrize("make", [lambda: NormAndActivation(3), hooked, fixed], ids=["subclass", "hook", "attribute"])
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_conversion_when_a_layer_does_more_than_batchnorm_is_refused(make, device):
+    with pytest.raises(TaskInvalid, match="--sync-batchnorm replaces BatchNorm layers, and 1, a"):
+        convert_sync_batchnorm(nn.Sequential(nn.Linear(3, 3), make()), torch.device(device))
+
+
+def test_conversion_when_layers_are_torchs_own_then_none_is_refused():
+    layers = [nn.BatchNorm1d(3, affine=False), nn.BatchNorm2d(3, track_running_stats=False), nn.SyncBatchNorm(3)]
+    convert_sync_batchnorm(nn.Sequential(*layers, nn.BatchNorm3d(3)), torch.device("cpu"))

@@ -87,8 +87,8 @@ def convert_sync_batchnorm(model: nn.Module, device: torch.device) -> nn.Module:
     for path, module in model.named_modules():
         if isinstance(module, BatchNorm) and not _is_plain(module):
             raise TaskInvalid(
-                f"--sync-batchnorm replaces BatchNorm layers, and {path or 'the model'}, a {type(module).__name__}, "
-                "has code, hooks or attributes of its own, which would be lost: leave it out, or use torch's own layers"
+                f"--sync-batchnorm replaces BatchNorm layers, and {path or 'the model'} ({type(module).__name__}) has "
+                "code, hooks or attributes of its own, which would be lost: leave it out, or use torch's own layers"
             )
     return _converted(model, device)
 

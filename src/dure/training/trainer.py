@@ -332,7 +332,7 @@ class Trainer:
             self.progress.print_lines(f"{text} (give the task state_dict() and load_state_dict())")
         late = [path for path in self._changed_late() if path not in self._reported_not_kept]
         if late:
-            texts.append(f"state that began to change later ({few_of(late)}): by each part of a batch")
+            texts.append(f"state that began to change later ({few_of(late)}): if by the loss, by each part of a batch")
         self._reported_not_kept |= {*new, *late}
         if texts:
             self._event(events.NotPreserved(texts=tuple(texts)))

@@ -13,6 +13,7 @@ class Torch:
 
     def __init__(self, seconds_of: dict[int, float]) -> None:
         self.seconds_of, self.num_threads, self.now = seconds_of, max(seconds_of), 0.0
+        self.num_calls, self.interrupted_call, self.interruption = 0, -1, 0.0
 
     def get_num_threads(self):
         return self.num_threads
@@ -27,6 +28,8 @@ class Torch:
 
     def add(self, x, y, out):
         self.now += self.seconds_of[self.num_threads]
+        self.num_calls += 1
+        self.now += self.interruption * (self.num_calls == self.interrupted_call)
 
 
 @pytest.mark.parametrize(
@@ -39,3 +42,12 @@ def test_threads_that_wait_for_cores_are_found(monkeypatch, seconds_of, ratio):
     monkeypatch.setattr(thread_check, "time", SimpleNamespace(perf_counter=lambda: torch.now))
     assert slowdown_of_threads() == (ratio if ratio is None else pytest.approx(ratio))
     assert torch.num_threads == max(seconds_of)
+
+
+@pytest.mark.parametrize("call", range(51, 57))
+def test_threads_when_one_call_is_interrupted_then_do_not_count_as_slow(monkeypatch, call):
+    torch = Torch({1: 1e-5, 2: 2e-5})
+    torch.interrupted_call, torch.interruption = call, 0.5
+    monkeypatch.setattr(thread_check, "torch", torch)
+    monkeypatch.setattr(thread_check, "time", SimpleNamespace(perf_counter=lambda: torch.now))
+    assert slowdown_of_threads() is None

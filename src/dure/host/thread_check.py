@@ -7,17 +7,19 @@ import torch
 _ELEMENTS = 2**16
 """Elements of an operation, for which torch uses two threads, and which takes microseconds."""
 _CALLS = 50
+_FEWEST_CALLS = 10
 _ROUNDS = 10
 _MOST_SECONDS = 0.1
 _TOO_SLOW = 5.0
-"""Slowdown compared with one thread that is reported; an occasional interruption stays far below."""
+"""Slowdown compared with one thread that is reported."""
 
 
 def slowdown_of_threads() -> float | None:
     """Return the slowdown of small operations compared with one thread, if it is excessive.
 
     The threads of an operation wait for the slowest. If one of them has no core, an operation of microseconds takes a
-    time slice of the system. The number of threads is restored. The measurement takes about ten milliseconds.
+    time slice of the system. The slowest call is left out, because anything may interrupt one. The number of threads is
+    restored. The measurement takes about ten milliseconds.
 
     Returns:
         The ratio; None if it is small, or there is one thread.
@@ -26,23 +28,25 @@ def slowdown_of_threads() -> float | None:
     if num_threads == 1:
         return None
     x, out = torch.ones(_ELEMENTS), torch.empty(_ELEMENTS)
-    seconds = {1: 0.0, num_threads: 0.0}
-    calls = dict.fromkeys(seconds, 0)
+    seconds: dict[int, list[float]] = {1: [], num_threads: []}
     try:
         for _ in range(_ROUNDS):
-            for number in seconds:
+            for number, each in seconds.items():
                 torch.set_num_threads(number)
                 torch.add(x, x, out=out)  # the start of threads must not be measured
-                began = time.perf_counter()
                 for _ in range(_CALLS):
+                    began = time.perf_counter()
                     torch.add(x, x, out=out)
-                    calls[number] += 1
-                    if time.perf_counter() - began > _MOST_SECONDS:
+                    each.append(time.perf_counter() - began)
+                    if len(each) >= _FEWEST_CALLS and sum(each) > _MOST_SECONDS:
                         break
-                seconds[number] += time.perf_counter() - began
-            if seconds[num_threads] > _MOST_SECONDS:
+            if sum(seconds[num_threads]) > _MOST_SECONDS:
                 break
     finally:
         torch.set_num_threads(num_threads)
-    ratio = (seconds[num_threads] / calls[num_threads]) / (seconds[1] / calls[1])
+    ratio = _mean_without_slowest(seconds[num_threads]) / _mean_without_slowest(seconds[1])
     return ratio if ratio > _TOO_SLOW else None
+
+
+def _mean_without_slowest(seconds: list[float]) -> float:
+    return (sum(seconds) - max(seconds)) / (len(seconds) - 1)

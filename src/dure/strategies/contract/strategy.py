@@ -367,7 +367,8 @@ class Strategy(ABC):
             term = LossTerm(total * weight, total, 1.0, count)
         else:
             result = checked_loss(result)
-            self.rows.see(microbatch)
+            if self._is_divided:
+                self.rows.see(microbatch)
             num_samples = microbatch.num_samples
             weight = num_samples * self.gradient_divisor / global_samples
             term = LossTerm(result if weight == 1 else result * weight, result, num_samples, num_samples)

@@ -8,6 +8,7 @@ import pytest
 import torch.nn.utils.prune
 from torch import nn
 from torch.optim import Optimizer
+from torch.utils.data import Dataset
 
 import dure
 from tests.conformance.cases import train_case
@@ -210,6 +211,67 @@ def test_schedule_when_it_follows_state_that_other_ranks_lack_then_it_is_refused
     verdict = run_cell(feature, strategy, "straight", reference_of(feature, tmp_path), tmp_path)
     assert verdict.kind == "refused"
     assert "the schedule's factor was" in verdict.detail
+
+
+class Noisy(ZooTask):
+    """Has data with noise, whose level the schedule or a hook on the optimiser's step sets."""
+
+    by: str = "schedule"
+
+    def train_data(self) -> Any:
+        samples = Samples(*data())
+        samples.level = 0.5  # type: ignore[attr-defined]
+        self.samples = samples
+        return TransformedRows(samples)
+
+    def set_level(self) -> None:
+        self.samples.level *= 0.9  # type: ignore[attr-defined]
+
+    def build_optimizer(self, model: nn.Module) -> Optimizer:
+        optimizer = super().build_optimizer(model)
+        if self.by == "hook":
+            optimizer.register_step_post_hook(lambda *_: self.set_level())
+        return optimizer
+
+    def build_schedule(self, optimizer: Optimizer, total_samples: int) -> Any:
+        def schedule(samples_seen: int) -> float:
+            if self.by == "schedule":
+                self.set_level()
+            return 1.0
+
+        return schedule
+
+
+class TransformedRows(Dataset[Any]):
+    """Rows with noise of the level of the samples that they are made of."""
+
+    def __init__(self, samples: Any) -> None:
+        self.samples = samples
+
+    def __len__(self) -> int:
+        return len(self.samples)
+
+    def __getitem__(self, index: int) -> Any:
+        x, y = self.samples[index]
+        return x + self.samples.level * torch.randn_like(x), y
+
+
+@pytest.mark.parametrize("by", ["schedule", "hook"])
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_data_when_the_run_sets_their_noise_then_copies_in_loader_processes_are_declared(
+    by: str, num_workers: int, tmp_path: Path
+) -> None:
+    run = train_case(tmp_path, Noisy(by=by), **STEPS, num_workers=num_workers)
+    declared = json.loads((run / "summary.json").read_text())["not_preserved"]
+    assert ("of which loader processes keep the values" in " ".join(declared)) == (num_workers > 0)
+
+
+@pytest.mark.slow
+def test_run_when_restarted_loaders_have_later_noise_then_that_is_declared(tmp_path: Path) -> None:
+    declares = ("loader processes",)
+    feature = Feature(name="Noisy", group="", title="", task=Noisy, declares=declares, settings={"num_workers": 1})
+    verdict = run_cell(feature, "ddp", "killed", reference_of(feature, tmp_path), tmp_path)
+    assert verdict.kind == "declared"
 
 
 class Grows(ActsOnce):

@@ -52,20 +52,11 @@ def asked_schedule(session: Session, given: Any) -> tuple[Schedule | None, froze
         TaskInvalid: It is not a function of samples, or uses weights of which this rank has only a part.
     """
     strategy = session.strategy
-    copied = ObjectState(
-        {"data": session.train_loader.data} if session.train_loader.has_workers else {}, sees_data=True
-    )
     with _only_asked(session, given) as asked:
         schedule: Schedule | None = strategy.computed(check_schedule, given, strategy.optimizer)
         if schedule is not None:
             with _kept_groups(strategy.optimizer), _kept_groups(strategy.built_optimizer):
                 _ask_all_along(session, schedule, asked)
-    if in_data := [*copied.changed()]:
-        session.notes.append(
-            f"data: the schedule sets {few_of(in_data)}, of which loader processes keep the values that they began "
-            "with (use --num-workers 0)"
-        )
-    copied.put_back()
     if strategy.group.world_size > 1:
         _compare_schedules(session, schedule)
     return None if schedule is None else WatchedSchedule(strategy, schedule), frozenset(asked.changed)

@@ -31,6 +31,7 @@ from dure.training.run_state.replica_check import ReplicaCheck
 from dure.training.run_state.snapshot_policy import MemorySaver
 from dure.training.seeds import chosen_by_timing
 from dure.training.session.evaluation import evaluate
+from dure.training.session.loader_copies import FOLLOWS_STATE, LoaderCopies
 from dure.training.session.session import Session, check_parts, check_sync_batchnorm
 from dure.training.session.stop_request import StopSignals
 from dure.training.step_samples import RankBatch
@@ -120,6 +121,7 @@ class Trainer:
             before = session.kept.state_now()
             asked = session.task.build_schedule(session.strategy.optimizer, session.total_samples)
             self._set_by_schedule |= before.changed().keys()
+            self.loader_copies = LoaderCopies(session.train_loader, session.order, session.strategy.objects)
             self.checkpointer.go_on(self.memory, trusted)
             if orders.stopped_by is not None:
                 return self._save_and_leave(orders.stopped_by)
@@ -148,6 +150,8 @@ class Trainer:
                 session.data_state.record()
             if not self.is_restart:  # a restart has passed it already, and its other ranks are waiting
                 session.notes += rehearse_evaluation(session, self.best)
+            if self._loaders_differ():  # those of an undisturbed run began before this state was set
+                session.notes.append(FOLLOWS_STATE)
             self._print_start()
             self.loop = TrainingLoop(
                 session.strategy,
@@ -318,8 +322,15 @@ class Trainer:
         self._report_not_kept()
         if texts := self._together(lambda: self.late.new_declarations(self.position.step, is_last=is_last)):
             self._event(events.NotPreserved(texts=tuple(texts)))
+        if self._loaders_differ():
+            self._event(events.NotPreserved(texts=(FOLLOWS_STATE,)))
         if lost := lost_shares(self.session.strategy):
             self._report_lost(lost)
+
+    def _loaders_differ(self) -> bool:
+        """Return whether loader processes read other samples than this one, which nothing declares; True only once."""
+        traits = self.session.strategy.traits
+        return self.is_first and not (traits.data_changes or traits.copied_state) and self.loader_copies.differ()
 
     def _report_not_kept(self) -> None:
         """Declare, once each, state that no checkpoint can hold, and state that the loss began to change late."""

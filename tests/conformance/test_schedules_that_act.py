@@ -296,3 +296,37 @@ def test_schedule_when_it_adds_new_parameters_then_they_are_refused_in_a_sentenc
     verdict = run_cell(feature, strategy, "straight", reference_of(feature, tmp_path), tmp_path)
     assert verdict.kind == "refused"
     assert "that the model did not begin with" in verdict.detail
+
+
+class Extends(ZooTask):
+    """Gets the parameters of the first layer into the optimiser's only group in the second epoch."""
+
+    def build_model(self) -> nn.Module:
+        self.model = chain()
+        return self.model
+
+    def build_optimizer(self, model: nn.Module) -> Optimizer:
+        return torch.optim.SGD(list(model.parameters())[2:], lr=0.1)
+
+    def build_schedule(self, optimizer: Optimizer, total_samples: int) -> Any:
+        group = optimizer.param_groups[0]
+        num_parameters = len(group["params"])
+
+        def schedule(samples_seen: int) -> float:
+            if samples_seen >= 25 and len(group["params"]) == num_parameters:
+                group["params"].extend(self.model[0].parameters())
+            return 1.0
+
+        return schedule
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("strategy", "kind"),
+    [("ddp", "exact"), ("fsdp", "refused"), ("pipeline", "refused"), ("parameter_server", "refused")],
+)
+def test_schedule_when_it_extends_a_group_then_strategies_that_divided_it_refuse(
+    strategy: str, kind: str, tmp_path: Path
+) -> None:
+    feature = Feature(name="Extends", group="", title="", task=Extends)
+    assert run_cell(feature, strategy, "straight", reference_of(feature, tmp_path), tmp_path).kind == kind

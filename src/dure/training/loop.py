@@ -172,6 +172,7 @@ class TrainingLoop:
         if step.skipped is None:
             if self.schedule is not None:
                 self._set_learning_rates(self.schedule, batch.samples_seen - len(batch.indices))
+            strategy.check_groups()
             strategy.optimizer_step()
         else:
             strategy.skip_step()
@@ -194,7 +195,6 @@ class TrainingLoop:
                 f"the task's schedule gave {factor} at {samples_seen} samples seen: return a finite factor on the "
                 "learning rate"
             )
-        self.strategy.check_groups()
         for group in self.strategy.optimizer.param_groups:
             group["lr"] = group.setdefault("initial_lr", group["lr"]) * factor  # a group may have been added later
 

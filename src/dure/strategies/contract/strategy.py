@@ -1,6 +1,7 @@
 """Contract between the loop and a strategy: three methods for each step, each one measured span."""
 
 import math
+import operator
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator, Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
@@ -136,9 +137,9 @@ class Strategy(ABC):
         self.trainable = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
         refuse_unlike_optimizers(self.group, self.model, self.optimizer, orders_parameters=self.rules.orders_parameters)
         optimizer_to_names(self.model, self.optimizer)  # refuses what no checkpoint could name, before the first step
-        self._num_groups = len(self.optimizer.param_groups)
         self._first_parameters = {id(parameter) for parameter in self.model.parameters()}
         self.distribute()
+        self._first_groups = self._groups()
         self._is_divided = self.group.world_size > 1 or self.parts.calls_per_step() > 1
         """True if the loss sees a step's batch in parts, here or on other ranks."""
         self.state_guard: AbstractContextManager[None] = _AS_IT_IS
@@ -409,19 +410,29 @@ class Strategy(ABC):
             self.follow_freezing(freezing)
         return result
 
+    def _groups(self) -> list[list[Tensor]]:
+        """Return the parameters of each group of the optimiser, and of the one that the task built."""
+        optimizers = {id(each): each for each in (self.optimizer, self.built_optimizer)}
+        return [list(group["params"]) for each in optimizers.values() for group in each.param_groups]
+
     def check_groups(self) -> None:
-        """Refuse parameter groups that were added to the optimiser during the run, if ranks would not follow them.
+        """Refuse parameters and groups that the optimiser got or lost during the run, if ranks would not follow them.
 
         Raises:
-            TaskInvalid: The optimiser was divided before, or the groups have parameters that were made on the way.
+            TaskInvalid: The optimiser was divided before, or it got parameters that were made on the way.
         """
-        groups = self.optimizer.param_groups
-        if len(groups) == self._num_groups:
+        groups, first = self._groups(), self._first_groups
+        if len(groups) == len(first) and all(
+            len(now) == len(before) and all(map(operator.is_, now, before))
+            for now, before in zip(groups, first, strict=True)
+        ):
             return
         if not self.rules.follows_groups:
-            self.refuse_group()
-        added = (parameter for group in groups[self._num_groups :] for parameter in group["params"])
-        if self.group.world_size > 1 and any(id(parameter) not in self._first_parameters for parameter in added):
+            if len(groups) != len(first):
+                self.refuse_group()
+            raise self._regrouped("the parameters of a group of the optimiser changed during the run")
+        known = self._first_parameters | {id(parameter) for group in first for parameter in group}
+        if self.group.world_size > 1 and any(id(parameter) not in known for group in groups for parameter in group):
             raise TaskInvalid(
                 "the optimiser gets parameters during the run that the model did not begin with, which "
                 f"{self.info.name} does not add up over ranks, and a resumed run, which begins with build_model, would "
@@ -434,10 +445,12 @@ class Strategy(ABC):
         Raises:
             TaskInvalid: Always.
         """
-        raise TaskInvalid(
-            f"a parameter group was added to the optimiser during the run, and {self.info.name} divided the work when "
-            "it began: give it all groups in build_optimizer, with a learning rate of 0 until they are to be trained, "
-            "or use ddp"
+        raise self._regrouped("a parameter group was added to the optimiser during the run")
+
+    def _regrouped(self, what: str) -> TaskInvalid:
+        return TaskInvalid(
+            f"{what}, and {self.info.name} divided the work when it began: give it all groups in build_optimizer, with "
+            "a learning rate of 0 until they are to be trained, or use ddp"
         )
 
     def follow_freezing(self, freezing: Freezing) -> None:

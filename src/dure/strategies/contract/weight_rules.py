@@ -13,7 +13,7 @@ class WeightRules:
     that they may be read until it begins.
     """
     follows_groups: bool = True
-    """True if parameter groups may be added to the optimiser during the run."""
+    """True if the optimiser's groups, and their parameters, may change during the run."""
     freezing: Literal["followed", "not undone", "refused"] = "not undone"
     """Treatment of parameters that the loss freezes or unfreezes during the run: trained as they then are, refused if
     they are unfrozen, or always refused. A frozen parameter simply gets no gradient.

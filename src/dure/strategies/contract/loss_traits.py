@@ -15,6 +15,8 @@ class LossTraits:
     """Reason why nothing was observed in a state that the schedule sets later; None if something was."""
     phases: tuple[int, ...] = ()
     """Positions, in samples, at which the schedule sets states in which the loss behaves differently."""
+    regrouped: str | None = None
+    """Change that the schedule makes to the parameters of the optimiser's groups; None if it makes none."""
     has_failed: bool = False
     """True if `reason_unknown` is that the loss failed at once."""
     needs_optimizer: bool = False

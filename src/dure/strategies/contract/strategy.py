@@ -1,7 +1,6 @@
 """Contract between the loop and a strategy: three methods for each step, each one measured span."""
 
 import math
-import operator
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator, Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
@@ -39,7 +38,7 @@ from dure.strategies.contract.weight_rules import WeightRules
 from dure.strategies.state.batchnorm import convert_sync_batchnorm
 from dure.strategies.state.common_buffers import broadcast_buffers
 from dure.strategies.state.hooks import gradient_hooks
-from dure.strategies.state.optimizer import optimizer_to_names, settings_of
+from dure.strategies.state.optimizer import change_of_groups, optimizer_to_names, parameters_of_groups, settings_of
 from dure.strategies.state.saved_state import CarriedState, StateSource, StrategyState
 from dure.strategies.state.tensor_shard import Needs, rectangles, whole_buffers
 from dure.torchcompat import run_backward
@@ -413,7 +412,7 @@ class Strategy(ABC):
     def _groups(self) -> list[list[Tensor]]:
         """Return the parameters of each group of the optimiser, and of the one that the task built."""
         optimizers = {id(each): each for each in (self.optimizer, self.built_optimizer)}
-        return [list(group["params"]) for each in optimizers.values() for group in each.param_groups]
+        return parameters_of_groups(*optimizers.values())
 
     def check_groups(self) -> None:
         """Refuse parameters and groups that the optimiser got or lost during the run, if ranks would not follow them.
@@ -422,15 +421,11 @@ class Strategy(ABC):
             TaskInvalid: The optimiser was divided before, or it got parameters that were made on the way.
         """
         groups, first = self._groups(), self._first_groups
-        if len(groups) == len(first) and all(
-            len(now) == len(before) and all(map(operator.is_, now, before))
-            for now, before in zip(groups, first, strict=True)
-        ):
+        change = change_of_groups(first, groups)
+        if not self.rules.follows_groups and (change := self.traits.regrouped or change):
+            raise self._regrouped(change)
+        if change is None:
             return
-        if not self.rules.follows_groups:
-            if len(groups) != len(first):
-                self.refuse_group()
-            raise self._regrouped("the parameters of a group of the optimiser changed during the run")
         known = self._first_parameters | {id(parameter) for group in first for parameter in group}
         if self.group.world_size > 1 and any(id(parameter) not in known for group in groups for parameter in group):
             raise TaskInvalid(

@@ -16,7 +16,12 @@ from dure.strategies.state.hooks import gradient_hooks
 from dure.strategies.state.objects.generator_state import GENERATORS, generator_state
 from dure.strategies.state.objects.namespaces import ATOMS
 from dure.strategies.state.objects.object_state import ObjectState
-from dure.strategies.state.optimizer import difference_of_settings, plain_settings
+from dure.strategies.state.optimizer import (
+    change_of_groups,
+    difference_of_settings,
+    parameters_of_groups,
+    plain_settings,
+)
 from dure.strategies.state.trial import Trial, is_equal, sharing_state
 from dure.training.inspection.additivity import Additivity
 from dure.training.inspection.collectives import CollectiveCalled, no_collectives
@@ -159,10 +164,14 @@ def _with_phases(
     has_schedule = type(task).build_schedule is not Task.build_schedule
     if not (has_schedule and inspection.is_divided) or traits.reason_unknown is not None:
         return traits
-    return phases_of(strategy, task, model, order).traits(inspection, order.num_samples, traits)
+    regrouped: list[str] = []
+    traits = phases_of(strategy, task, model, order, regrouped).traits(inspection, order.num_samples, traits)
+    return replace(traits, regrouped=next(iter(regrouped), None))
 
 
-def phases_of(strategy: Strategy, task: Task, model: nn.Module, order: SampleOrder) -> Phases:
+def phases_of(
+    strategy: Strategy, task: Task, model: nn.Module, order: SampleOrder, regrouped: list[str] | None = None
+) -> Phases:
     """Return the phases that a task's schedule begins.
 
     Args:
@@ -170,11 +179,24 @@ def phases_of(strategy: Strategy, task: Task, model: nn.Module, order: SampleOrd
         task: Task with the schedule.
         model: Whole model.
         order: Order of the training data.
+        regrouped: Gets the changes that the schedule makes to the optimiser's groups.
     """
     total = total_samples(strategy.spec, order)
 
     def schedule() -> Any:
-        return task.build_schedule(task.build_optimizer(model), total)
+        optimizer = task.build_optimizer(model)
+        given = task.build_schedule(optimizer, total)
+        if regrouped is None or not callable(given):
+            return given
+        first = parameters_of_groups(optimizer)
+
+        def watched(seen: int) -> Any:
+            factor = given(seen)
+            if change := change_of_groups(first, parameters_of_groups(optimizer)):
+                regrouped.append(change)
+            return factor
+
+        return watched
 
     positions = positions_of(total, order.epoch_samples, order.global_batch_size)
     return Phases(model, strategy.objects, schedule, positions)

@@ -420,6 +420,8 @@ class Strategy(ABC):
         Raises:
             TaskInvalid: The optimiser was divided before, or it got parameters that were made on the way.
         """
+        if self.rules.follows_groups and self.group.world_size == 1:
+            return
         groups, first = self._groups(), self._first_groups
         change = change_of_groups(first, groups)
         if not self.rules.follows_groups and (change := self.traits.regrouped or change):

@@ -9,6 +9,7 @@ import subprocess
 import numpy as np
 import pytest
 import torch
+from torch._utils import ExceptionWrapper
 from torch.utils.data import default_collate
 
 from dure.errors import DiskFull, LossNotFinite, PeerLost
@@ -63,6 +64,19 @@ def test_failure_when_only_a_library_failed_then_its_notes_are_told():
     first, note = failure.message.splitlines()
     assert first.startswith("stack expects each tensor to be equal size")
     assert note == "while collating samples 0, 1 of the data"
+
+
+def test_failure_when_an_error_of_a_loader_process_has_a_cause_then_its_message_is_told_alone():
+    try:
+        raise ValueError("no such sample") from KeyError(0)
+    except ValueError as error:
+        error.add_note("while fetching sample 0 of the data")
+        wrapped = ExceptionWrapper(where="in DataLoader worker process 0")
+    failure = caught(wrapped.reraise)
+    assert failure.message.splitlines() == [
+        "no such sample (in loader process 0)",
+        "while fetching sample 0 of the data",
+    ]
 
 
 @pytest.mark.parametrize("text", ["x = (\n", "def f():\nreturn\n", "print 'x'\n"])

@@ -61,7 +61,7 @@ _PEER_LOST_WORDS = (
     "peerlost: ",  # ours, after it has passed through torch's C++, for example by DDP's communication hooks
 )
 _LOADER = "torch/utils/data/dataloader.py"
-_LOADER_MARK = "Original Traceback (most recent call last):"
+_FROM_LOADER = re.compile(r"Caught .+ in (DataLoader worker process|pin memory thread) .+\.\n *Original ")
 _FRAME = re.compile(r'^ *File "(?P<file>.+)", line (?P<line>\d+), in (?P<function>.+)\n(?: {4,}(?P<text>\S.*))?', re.M)
 _OTHER_ROOM = "--precision bf16, a strategy that divides the model (fsdp, pipeline), or a device with more memory"
 _EVALUATION = own_file("dure.training.session.evaluation")
@@ -109,7 +109,7 @@ def describe_failure(
     is_out_of_memory = not is_ours and _is_out_of_memory(error)
     is_lost_peer = is_peer_lost(error) and not _is_loader_lost(error)
     kind, message, advice = _worded(error)
-    has_other_cause = is_ours or is_lost_peer or is_out_of_memory or _LOADER_MARK in message_of(error)
+    has_other_cause = is_ours or is_lost_peer or is_out_of_memory or _FROM_LOADER.match(message_of(error)) is not None
     device = None if has_other_cause else device_error(error, gpus, ask_driver)
     if is_out_of_memory:
         message, advice = _out_of_memory_worded(error, message, microbatch_size)
@@ -276,7 +276,7 @@ def _worded(error: BaseException) -> tuple[str, str, str | None]:
         return kind, f"the task's code called sys.exit({error.code!r})", "raise an exception instead"
     if _is_loader_lost(error):
         return kind, f"a loader process was killed or crashed ({message.strip()})", _LOADER_ADVICE
-    if _LOADER_MARK in message:
+    if _FROM_LOADER.match(message):
         return kind, _message_of_loader(message), None
     if (misfit := library_for_another_torch(error)) is not None:
         return kind, misfit, None
@@ -336,7 +336,7 @@ def _message_of_loader(message: str) -> str:
 def _user_line(error: BaseException) -> CodeLine | None:
     """Return the innermost line of the task's code in the exception's traceback; None if there is none."""
     message = message_of(error)
-    if _LOADER_MARK in message:
+    if _FROM_LOADER.match(message):
         frames = [
             traceback.FrameSummary(m["file"], int(m["line"]), m["function"], line=m["text"])
             for m in _FRAME.finditer(message)
@@ -371,7 +371,7 @@ def _origin(error: BaseException) -> Literal["library", "dure"]:
 
 def _shown_traceback(error: BaseException, device: DeviceError | None, *, has_user_line: bool) -> str | None:
     """Return the traceback through the task's code; None if it is a single line."""
-    if not has_user_line or _LOADER_MARK in message_of(error) or isinstance(error, SystemExit):
+    if not has_user_line or _FROM_LOADER.match(message_of(error)) is not None or isinstance(error, SystemExit):
         return None
     shown = traceback_in_user_code(error)
     return shown if device is None else shown.replace(message_of(error).strip(), device.plain_text)

@@ -241,14 +241,19 @@ def parameters_of_groups(*optimizers: Optimizer) -> list[list[Tensor]]:
 
 
 def change_of_groups(before: Sequence[Sequence[Tensor]], now: Sequence[Sequence[Tensor]]) -> str | None:
-    """Return the change of the groups' parameters during the run, or None."""
+    """Return the change of the groups' parameters during the run, or None; their order in a group does not matter."""
     if len(before) != len(now):
         return "a parameter group was added to the optimiser during the run"
-    if all(
-        len(one) == len(other) and all(map(operator.is_, one, other)) for one, other in zip(before, now, strict=True)
-    ):
+    if all(map(_have_same_tensors, before, now)):
         return None
     return "the parameters of a group of the optimiser changed during the run"
+
+
+def _have_same_tensors(one: Sequence[Tensor], other: Sequence[Tensor]) -> bool:
+    if len(one) != len(other):
+        return False
+    # sets take longer, and are needed only by an optimiser that sorts its groups
+    return all(map(operator.is_, one, other)) or {*map(id, one)} == {*map(id, other)}
 
 
 def settings_of(optimizer: Optimizer) -> list[list[Any]]:

@@ -103,7 +103,7 @@ class SampleFetch(Dataset[Any]):
         indices = request.indices.tolist()
         with at_epoch(self.seed, request.epoch), _naming("fetching", indices):
             fetched = self.data.__getitems__(indices)
-        return self._collate(fetched, indices, request.epoch) if isinstance(fetched, list) else fetched
+        return self.collated(fetched, indices, request.epoch) if isinstance(fetched, list) else fetched
 
     def sample(self, index: int, epoch: int = 0) -> Any:
         """Return one sample as in an epoch, not collated."""
@@ -119,9 +119,10 @@ class SampleFetch(Dataset[Any]):
                 seed_for_sample(self.seed, request.epoch, index)
                 with _naming("fetching", [index]):
                     samples.append(self.data[index])
-        return self._collate(samples, indices, request.epoch)
+        return self.collated(samples, indices, request.epoch)
 
-    def _collate(self, samples: Sequence[Any], indices: Sequence[int], epoch: int) -> Any:
+    def collated(self, samples: Sequence[Any], indices: Sequence[int], epoch: int) -> Any:
+        """Return samples as a batch, collated under the seed of the epoch and the samples."""
         if _is_default(self.collate):  # the default draws nothing, and seeding takes longer than a small batch
             with _naming("collating", indices, samples):
                 return self.collate(samples)
@@ -203,6 +204,15 @@ class Loader:
     def sample(self, index: int) -> Any:
         """Return one sample as in the first epoch, not collated."""
         return self._fetch.sample(index)
+
+    def collated(self, samples: Sequence[Any], indices: Sequence[int]) -> Any:
+        """Return samples as a batch on the host, as in the first epoch.
+
+        Args:
+            samples: Samples as `sample` returns them.
+            indices: Their indices.
+        """
+        return self._fetch.collated(samples, indices, epoch=0)
 
     def without_workers(self) -> "Loader":
         """Return a loader of the same data that fetches in this process."""

@@ -1,8 +1,10 @@
 """Detection of samples that loader processes read in another way, because they keep older state."""
 
+import math
 import time
 from collections.abc import Mapping
 from contextlib import suppress
+from typing import Any
 
 from dure.strategies.sections.absent_tensors import guarded
 from dure.strategies.state.data_tensors import KeptDataSets
@@ -18,14 +20,14 @@ FOLLOWS_STATE = (
 )
 _NUM_SAMPLES = 8
 _MOST_SECONDS = 0.2
-"""Seconds after which no further sample is read."""
+"""Seconds after which no further sample is used."""
 
 
 class LoaderCopies:
     """First samples as this process reads them, for comparison with later reads. Loader processes began like that."""
 
     def __init__(self, loader: Loader, order: SampleOrder, objects: Mapping[str, object]) -> None:
-        """Read the samples.
+        """Read the samples twice, because some differ each time.
 
         Args:
             loader: Loader of the training data; without loader processes, nothing is read.
@@ -35,28 +37,46 @@ class LoaderCopies:
         self._loader = loader
         self._indices = order.permutation(0)[:_NUM_SAMPLES].tolist() if loader.has_workers else []
         self._objects = objects
-        self._first = self._digests()
+        self._first = self._digest(_MOST_SECONDS)
+        if self._first is None or self._digest() != self._first:
+            self._indices = []
 
     def differ(self) -> bool:
-        """Return whether a sample is another one now than at first; True only once."""
-        if any(one != other for one, other in zip(self._first, self._digests(), strict=False)):
-            self._indices = []
-            return True
-        return False
+        """Return whether the batch of the samples is another one now than at first; True only once."""
+        now = self._digest()
+        if now is None or now == self._first:
+            return False
+        self._indices = []
+        return True
 
-    def _digests(self) -> list[str | None]:
+    def _digest(self, most_seconds: float = math.inf) -> str | None:
+        """Return the digest of the batch of the samples, or None if there is none.
+
+        Of the samples only that counts which `collate` takes: they may hold caches, or the time of their read.
+
+        Args:
+            most_seconds: Seconds after which the rest of the samples is left out for good.
+        """
         if not self._indices:
-            return []
+            return None
         state = ObjectState({"data": self._loader.data, **self._objects}, sees_data=True)
         data_sets = KeptDataSets([self._loader.data])
-        digests = []
-        started = time.monotonic()
-        with suppress(Exception, CollectiveCalled), no_collectives():  # training will raise it
-            for index in self._indices:
-                with guarded():
-                    digests.append(digest(self._loader.sample(index)))
-                if time.monotonic() - started > _MOST_SECONDS:
-                    break
+        found = None
+        with suppress(Exception, CollectiveCalled), no_collectives(), guarded():  # training will raise it
+            samples = self._samples(most_seconds)
+            self._indices = self._indices[: len(samples)]
+            found = digest(self._loader.collated(samples, self._indices)) if samples else None
         data_sets.put_back()
         state.put_back()
-        return digests
+        return found
+
+    def _samples(self, most_seconds: float) -> list[Any]:
+        """Return the samples that are read within a time."""
+        samples: list[Any] = []
+        started = time.monotonic()
+        for index in self._indices:
+            sample = self._loader.sample(index)
+            if time.monotonic() - started > most_seconds:
+                break
+            samples.append(sample)
+        return samples

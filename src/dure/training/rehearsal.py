@@ -115,8 +115,20 @@ class WatchedSchedule:
         """Return the factor on the learning rate.
 
         Raises:
-            TaskInvalid: The schedule uses gradients, weights or state of which this rank has only a part.
+            TaskInvalid: The schedule returns no number, or uses gradients, weights or state of which this rank has only
+                a part.
         """
+        factor = self._called(samples_seen)
+        try:
+            math.isfinite(factor)
+        except (TypeError, ValueError, RuntimeError):
+            raise TaskInvalid(
+                f"the task's schedule gave {type(factor).__name__} at {samples_seen} samples seen: return a number at "
+                "every position, the factor on the learning rate"
+            ) from None
+        return factor
+
+    def _called(self, samples_seen: int) -> float:
         strategy = self._strategy
         if not self._has_divided_state:
             return self._watched(samples_seen)

@@ -109,6 +109,13 @@ def test_a_wrong_return_is_refused_before_the_first_step_and_leaves_no_run(case,
     assert list(tmp_path.iterdir()) == []
 
 
+def test_a_schedule_without_return_at_later_samples_is_one_sentence(tmp_path):
+    task = type("T", (Small,), {"build_schedule": constant(lambda seen: 1.0 if seen < 2 else None)})
+    with pytest.raises(WorkerFailed, match="schedule gave NoneType at 2 samples seen: return a number at") as caught:
+        train(task, tmp_path)
+    assert caught.value.exit_code == 2
+
+
 WRONG_IN_EVALUATION = {
     "metrics": ({"metrics": constant(0.5)}, r"metrics returned 0\.5: return a dict of dure\.Sum\(total, count\)"),
     "metric": (

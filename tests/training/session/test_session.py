@@ -116,6 +116,22 @@ def test_a_schedule_without_return_at_later_samples_is_one_sentence(tmp_path):
     assert caught.value.exit_code == 2
 
 
+class Widened(Small):
+    """Adds a number to the dictionaries that its data hold, when a batch is made of them."""
+
+    def train_data(self):
+        return [{"x": torch.ones(2) * index} for index in range(6)]
+
+    def collate(self, samples):
+        for sample in samples:
+            sample["sum"] = float(sample["x"].sum())
+        return (torch.stack([sample["x"] for sample in samples]),)
+
+
+def test_samples_to_which_collate_adds_are_those_of_the_other_ranks(tmp_path):
+    train(Widened, tmp_path, strategy="ddp", nproc=2, start="fork", epochs=1)
+
+
 WRONG_IN_EVALUATION = {
     "metrics": ({"metrics": constant(0.5)}, r"metrics returned 0\.5: return a dict of dure\.Sum\(total, count\)"),
     "metric": (

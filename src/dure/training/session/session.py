@@ -166,6 +166,10 @@ def open_session(
     strategy = _build_strategy(spec, group, devices)
     if faults := faults_of_model(load_strategy(spec.strategy), model, spec):
         raise SpecInvalid([f"strategy is {spec.strategy}: {fault}" for fault in faults])
+    # before rank 0 tries the loss: a collate may change samples that the data set holds
+    identity = TaskIdentity.of(task, data.order.num_samples, data.eval_samples, data.train_loader.sample)
+    data.refuse_unlike(group, identity)
+    data_state.leave_out_changed()
     strategy.example = data.first_samples
     strategy.objects = {"task": task, **used_globals(type(task), *dict.fromkeys(type(m) for m in model.modules()))}
     one_process_build = OneProcessBuild()
@@ -187,9 +191,6 @@ def open_session(
     if data_state.keeps_random_values(lambda each, *place: SampleFetch(each, task.collate, spec.seed).sample(*place)):
         notes.append(_KEPT_DRAWS)
     data_state.record()  # trials before have put tensors back
-    identity = TaskIdentity.of(task, data.order.num_samples, data.eval_samples, data.train_loader.sample)
-    data.refuse_unlike(group, identity)
-    data_state.leave_out_changed()
     return Session(
         spec=spec,
         place=place,

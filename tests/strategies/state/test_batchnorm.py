@@ -83,6 +83,19 @@ def test_conversion_keeps_names_parameters_buffers_and_mode():
     assert sum(isinstance(m, SyncBatchNorm) and not m.training for m in converted.modules()) == 2
 
 
+def test_conversion_keeps_marks_on_layers():
+    layer = nn.BatchNorm1d(3)
+    layer._is_hf_initialized = True  # as transformers sets it on every layer
+    assert convert_sync_batchnorm(nn.Sequential(layer), torch.device("cpu"))[0]._is_hf_initialized
+
+
+def test_conversion_of_a_layer_in_several_places_replaces_it_in_all():
+    layer = nn.BatchNorm1d(3)
+    model = convert_sync_batchnorm(nn.Sequential(layer, nn.Sequential(layer), layer), torch.device("cpu"))
+    assert isinstance(model[0], SyncBatchNorm)
+    assert model[0] is model[1][0] is model[2]
+
+
 def test_conversion_of_a_model_that_is_a_batchnorm_itself():
     assert isinstance(convert_sync_batchnorm(nn.BatchNorm2d(3), torch.device("cpu")), SyncBatchNorm)
 

@@ -8,6 +8,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from dure.errors import TaskInvalid
+from dure.strategies.state.objects.namespaces import ATOMS
 from dure.strategies.state.trial import is_equal
 from dure.torchcompat import BatchNorm
 
@@ -94,28 +95,41 @@ def convert_sync_batchnorm(model: nn.Module, device: torch.device) -> nn.Module:
 
 
 def _is_plain(module: BatchNorm) -> bool:
-    """Return whether a layer is one of torch's or dure's classes, without hooks and further attributes."""
+    """Return whether a layer is one of torch's or dure's classes, without hooks and attributes that may act."""
     if type(module).__module__ not in (__name__, nn.BatchNorm1d.__module__):
         return False
-    known = {*vars(SyncBatchNorm(1)), "process_group"}
-    return vars(module).keys() <= known and not any(
+    return all(isinstance(value, ATOMS) for value in _further_attributes(module).values()) and not any(
         value for name, value in vars(module).items() if name.endswith("_hooks")
     )
 
 
+def _further_attributes(module: BatchNorm) -> dict[str, Any]:
+    """Return the attributes that no BatchNorm has by itself, such as the marks that libraries set on every layer."""
+    known = {*vars(SyncBatchNorm(1)), "process_group"}
+    return {name: value for name, value in vars(module).items() if name not in known}
+
+
 def _converted(model: nn.Module, device: torch.device) -> nn.Module:
-    if device.type == "cuda":
-        converted: nn.Module = nn.SyncBatchNorm.convert_sync_batchnorm(model)
-        return converted
-    for name, child in model.named_children():
-        if isinstance(child, BatchNorm) and not isinstance(child, SyncBatchNorm):
-            setattr(model, name, _synchronised(child))
-        else:
-            _converted(child, device)
-    return _synchronised(model) if isinstance(model, BatchNorm) and not isinstance(model, SyncBatchNorm) else model
+    # by identity, because a model may use one layer in several places
+    new = {
+        id(module): _synchronised(module, device)
+        for module in model.modules()
+        if isinstance(module, BatchNorm) and not isinstance(module, SyncBatchNorm)
+    }
+    for parent in [*model.modules()]:
+        for name, child in [*parent._modules.items()]:
+            if id(child) in new:
+                setattr(parent, name, new[id(child)])
+    return new.get(id(model), model)
 
 
-def _synchronised(old: BatchNorm) -> SyncBatchNorm:
+def _synchronised(old: BatchNorm, device: torch.device) -> nn.Module:
+    new = nn.SyncBatchNorm.convert_sync_batchnorm(old) if device.type == "cuda" else _plainly_synchronised(old)
+    vars(new).update(_further_attributes(old))
+    return new
+
+
+def _plainly_synchronised(old: BatchNorm) -> SyncBatchNorm:
     new = SyncBatchNorm(old.num_features, old.eps, old.momentum, old.affine, old.track_running_stats)
     new.load_state_dict(old.state_dict())
     if old.affine:

@@ -132,6 +132,22 @@ def test_trait_that_the_loss_has_in_a_phase_alone_is_found(loss, trait):
     assert getattr(found, trait)
 
 
+@pytest.mark.parametrize("is_failing", [False, True])
+def test_phases_in_which_the_loss_has_other_weights_learn_no_statistics(is_failing):
+    def note(task, seen):
+        task.is_on, task.seen = seen >= 10, seen
+        calls.task = task
+
+    def weighted(model, x):
+        if is_failing:
+            raise KeyError("no state yet")
+        return mean(model, x) * (1 + calls.task.seen)
+
+    calls = SimpleNamespace()
+    found, known, _ = in_phase(weighted, None, set_state=note)
+    assert (known.learns_statistics, found.learns_statistics) == (False, False)
+
+
 def test_observer_that_a_schedule_switches_on_is_found():
     layer = Observer()
 

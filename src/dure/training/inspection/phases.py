@@ -30,6 +30,9 @@ _SECONDS = 3.0
 _MOST_INSPECTED = 3
 """Maximum number of states in which all traits are inspected because the loss has another value there."""
 
+_IN_PART = LossTraits(learns_statistics=False)
+"""Traits in a state in which not all were inspected, which add nothing to those known."""
+
 
 class Phases:
     """States that a schedule sets during the run, and traits of the loss in them."""
@@ -81,11 +84,11 @@ class Phases:
                 try:
                     summary = inspection.call_summary(num_samples)
                 except CollectiveCalled as called:
-                    known = known.joined(LossTraits(collective=called.name), _with(seen))
+                    known = known.joined(replace(_IN_PART, collective=called.name), _with(seen))
                     continue
                 except Exception as error:
                     why = f"the loss failed with {type(error).__name__} when it was tried"
-                    known = known.joined(LossTraits(reason_unknown=why), _with(seen))
+                    known = known.joined(replace(_IN_PART, reason_unknown=why), _with(seen))
                     continue
                 if summary in summaries:
                     continue
@@ -95,7 +98,7 @@ class Phases:
                     num_inspected += 1
                     found = replace(inspection.traits_now(num_samples), phases=(seen,))
                 else:
-                    found = LossTraits(not_additive=inspection.not_additive_now(num_samples))
+                    found = replace(_IN_PART, not_additive=inspection.not_additive_now(num_samples))
                 known = known.joined(found, _with(seen))
         return known
 

@@ -230,3 +230,11 @@ def test_rows_when_one_batch_has_others_than_most_are_told(rows, difference):
     for number in rows:
         watch.see(Microbatch({"x": torch.ones(number, 2), "scale": torch.tensor(1.0)}, 4))
     assert watch.difference == difference
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+def test_rows_of_nested_tensors_are_counted():
+    watch = RowWatch()
+    for number in [4, 4, 3]:
+        watch.see(Microbatch((torch.nested.nested_tensor([torch.ones(2)] * number), torch.ones(number)), 4))
+    assert watch.difference == "a batch of 4 samples had 3 rows"

@@ -48,7 +48,7 @@ class RowWatch:
         is_plain = type(batch) in (tuple, list) and all(type(each) is Tensor and each.ndim for each in batch)
         # the search of a nested batch takes 20 microseconds
         tensors = batch if is_plain else filter(has_rows, tensors_in(batch))
-        rows = {len(tensor) for tensor in tensors}
+        rows = {tensor.size(0) for tensor in tensors}  # nested tensors have no len()
         if rows == {num_samples}:
             self._num_alike += 1
         elif len(rows) == 1 and not microbatch.is_padding:

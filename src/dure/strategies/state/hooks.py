@@ -28,7 +28,9 @@ def without_new_hooks(model: nn.Module, *optimizers: Optimizer) -> Iterator[None
     registers = [
         (hooks, hooks.copy()) for module in model.modules() for hooks in (vars(module)[name] for name in _REGISTERS)
     ]
-    registers += [(hooks, hooks.copy()) for each in optimizers for hooks in (vars(each)[name] for name in _OF_STEPS)]
+    # an optimiser that wraps another may leave out Optimizer.__init__, which makes them
+    own = [vars(each)[name] for each in optimizers for name in _OF_STEPS if name in vars(each)]
+    registers += [(hooks, hooks.copy()) for hooks in own]
     try:
         with kept_global_hooks():
             yield

@@ -101,7 +101,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         # the reader of our output has gone (`dure runs | head`); prevent a message from the interpreter's own flush
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     except OSError as error:
-        if error.errno in (errno.EACCES, errno.ENAMETOOLONG) and error.filename:
+        if error.errno in (errno.EACCES, errno.ENAMETOOLONG) and isinstance(error.filename, str | bytes):
             print_status(f"{os.fsdecode(error.filename)} cannot be used: {error.strerror}")
             return Misuse.exit_code
         if error.errno != errno.ENOSPC or not _is_stdout_full():

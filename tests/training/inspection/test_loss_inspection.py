@@ -426,16 +426,17 @@ def test_state_that_forward_leaves_outside_the_model_is_told_from_what_the_loss_
     assert traits_of(keeping).forward_state == ("task.average",)
 
 
+def weighted_mean(model, batch):
+    weights = batch[:, 0]
+    return (model(batch).sum(1) * weights).sum() / weights.sum()
+
+
 def test_late_comparison_goes_on_from_a_place_until_it_finds_what_is_rare():
     x = torch.ones(300, 4, dtype=torch.float64)
     x[280] = 5.0  # counts more than its number
     model = nn.Linear(4, 2).double()
 
-    def loss(model, batch):
-        weights = batch[:, 0]
-        return (model(batch).sum(1) * weights).sum() / weights.sum()
-
-    inspection = inspection_of(loss, model, lambda places: x[list(places)], most_at_once=8)
+    inspection = inspection_of(weighted_mean, model, lambda places: x[list(places)], most_at_once=8)
     figures, place = inspection.late_difference(0, 200)
     assert (figures, place) == (None, 200)
     figures, place = inspection.late_difference(place, 300)
@@ -448,11 +449,7 @@ def test_late_comparison_with_one_sample_per_call_takes_two_which_alone_can_be_p
     x[150] = 5.0
     model = nn.Linear(4, 2).double()
 
-    def loss(model, batch):
-        weights = batch[:, 0]
-        return (model(batch).sum(1) * weights).sum() / weights.sum()
-
-    inspection = inspection_of(loss, model, lambda places: x[list(places)], most_at_once=1)
+    inspection = inspection_of(weighted_mean, model, lambda places: x[list(places)], most_at_once=1)
     figures, place = inspection.late_difference(0, 300)
     assert figures is not None
     assert place == 152

@@ -83,7 +83,7 @@ def convert_sync_batchnorm(model: nn.Module, device: torch.device) -> nn.Module:
     Parameters and buffers keep their identity and names, so an existing optimiser remains valid.
 
     Raises:
-        TaskInvalid: A layer is of a class other than torch's own, which may do more.
+        TaskInvalid: A layer has code, hooks or attributes of its own, which may do more.
     """
     for path, module in model.named_modules():
         if isinstance(module, BatchNorm) and not _is_plain(module):

@@ -49,12 +49,12 @@ class FactorCheck:
         """
         if not (self._is_on and self._has_schedule):
             return
-        everyones = self._group.all_gather_json([self._sum, self._last])
+        by_rank = self._group.all_gather_json([self._sum, self._last])
         self._sum = 0
-        for rank, (checksum, last) in enumerate(everyones):
-            if checksum != everyones[0][0]:
+        for rank, (checksum, last) in enumerate(by_rank):
+            if checksum != by_rank[0][0]:
                 raise TaskInvalid(
-                    f"the schedule's factor was {everyones[0][1]:g} on rank 0 and {last:g} on rank {rank} in step "
+                    f"the schedule's factor was {by_rank[0][1]:g} on rank 0 and {last:g} on rank {rank} in step "
                     f"{step}, or they differed before: it follows what the loss or an evaluation keeps, which is each "
                     "rank's own; let it follow from the samples seen, or use --strategy single"
                 )

@@ -7,7 +7,6 @@ from torch.optim import LBFGS, SGD, AdamW, Optimizer
 
 from dure.errors import CheckpointMismatch, TaskInvalid
 from dure.strategies.state.optimizer import (
-    change_of_groups,
     group_names,
     optimizer_from_names,
     optimizer_to_names,
@@ -163,21 +162,3 @@ def test_settings_when_one_is_changed_then_are_others(change):
     assert settings_of(optimizer) == before
     change(optimizer.param_groups[0])
     assert settings_of(optimizer) != before
-
-
-A, B, C = (torch.zeros(1) for _ in range(3))
-
-
-@pytest.mark.parametrize(
-    ("now", "change"),
-    [
-        ([[A, B], [C]], None),
-        ([[B, A], [C]], None),  # an optimiser may sort the parameters of a group in its step
-        ([[A], [B, C]], "the parameters of a group of the optimiser changed during the run"),
-        ([[A, A], [C]], "the parameters of a group of the optimiser changed during the run"),
-        ([[A, C], [B]], "the parameters of a group of the optimiser changed during the run"),
-        ([[A, B], [C], []], "a parameter group was added to the optimiser during the run"),
-    ],
-)
-def test_change_of_groups_is_one_of_their_parameters_and_not_of_the_order(now, change):
-    assert change_of_groups([[A, B], [C]], now) == change

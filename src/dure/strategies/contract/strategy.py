@@ -32,13 +32,14 @@ from dure.strategies.contract.replica_state import HasReplicas
 from dure.strategies.contract.step_facts import LossTerm, Requests, StepFacts, checked_count, checked_loss
 from dure.strategies.contract.watch.draws import DrawWatch
 from dure.strategies.contract.watch.first_steps import FirstSteps
+from dure.strategies.contract.watch.group_watch import ADDED, GroupWatch
 from dure.strategies.contract.watch.hidden_state import StateGuard
 from dure.strategies.contract.watch.parameter_watch import Freezing, ParameterWatch, freezing_fault
 from dure.strategies.contract.weight_rules import WeightRules
 from dure.strategies.state.batchnorm import convert_sync_batchnorm
 from dure.strategies.state.common_buffers import broadcast_buffers
 from dure.strategies.state.hooks import gradient_hooks
-from dure.strategies.state.optimizer import change_of_groups, optimizer_to_names, parameters_of_groups, settings_of
+from dure.strategies.state.optimizer import optimizer_to_names, settings_of
 from dure.strategies.state.saved_state import CarriedState, StateSource, StrategyState
 from dure.strategies.state.tensor_shard import Needs, rectangles, whole_buffers
 from dure.torchcompat import run_backward
@@ -136,9 +137,8 @@ class Strategy(ABC):
         self.trainable = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
         refuse_unlike_optimizers(self.group, self.model, self.optimizer, orders_parameters=self.rules.orders_parameters)
         optimizer_to_names(self.model, self.optimizer)  # refuses what no checkpoint could name, before the first step
-        self._first_parameters = {id(parameter) for parameter in self.model.parameters()}
         self.distribute()
-        self._first_groups = self._groups()
+        self._groups = GroupWatch(self.optimizer, self.built_optimizer, parameters=self.model.parameters())
         self._is_divided = self.group.world_size > 1 or self.parts.calls_per_step() > 1
         """True if the loss sees a step's batch in parts, here or on other ranks."""
         self.state_guard: AbstractContextManager[None] = _AS_IT_IS
@@ -409,11 +409,6 @@ class Strategy(ABC):
             self.follow_freezing(freezing)
         return result
 
-    def _groups(self) -> list[list[Tensor]]:
-        """Return the parameters of each group of the optimiser, and of the one that the task built."""
-        optimizers = {id(each): each for each in (self.optimizer, self.built_optimizer)}
-        return parameters_of_groups(*optimizers.values())
-
     def check_groups(self) -> None:
         """Refuse parameters and groups that the optimiser got or lost during the run, if ranks would not follow them.
 
@@ -422,14 +417,10 @@ class Strategy(ABC):
         """
         if self.rules.follows_groups and self.group.world_size == 1:
             return
-        groups, first = self._groups(), self._first_groups
-        change = change_of_groups(first, groups)
+        change = self._groups.change()
         if not self.rules.follows_groups and (change := self.traits.regrouped or change):
             raise self._regrouped(change)
-        if change is None:
-            return
-        known = self._first_parameters | {id(parameter) for group in first for parameter in group}
-        if self.group.world_size > 1 and any(id(parameter) not in known for group in groups for parameter in group):
+        if change is not None and self._groups.has_new_parameters():
             raise TaskInvalid(
                 "the optimiser gets parameters during the run that the model did not begin with, which "
                 f"{self.info.name} does not add up over ranks, and a resumed run, which begins with build_model, would "
@@ -442,7 +433,7 @@ class Strategy(ABC):
         Raises:
             TaskInvalid: Always.
         """
-        raise self._regrouped("a parameter group was added to the optimiser during the run")
+        raise self._regrouped(ADDED)
 
     def _regrouped(self, what: str) -> TaskInvalid:
         return TaskInvalid(

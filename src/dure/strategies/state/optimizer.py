@@ -6,7 +6,6 @@ strategy and another number of ranks, and a reader of the checkpoint can assign 
 
 import hashlib
 import json
-import operator
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
@@ -233,27 +232,6 @@ def _restore_exactly(loaded: Any, saved: Any) -> None:
     """
     if isinstance(loaded, dict) and isinstance(saved, Mapping):
         loaded.update({key: value for key, value in saved.items() if key != STEP_KEY})
-
-
-def parameters_of_groups(*optimizers: Optimizer) -> list[list[Tensor]]:
-    """Return the parameters of each group of optimisers."""
-    return [list(group["params"]) for optimizer in optimizers for group in optimizer.param_groups]
-
-
-def change_of_groups(before: Sequence[Sequence[Tensor]], now: Sequence[Sequence[Tensor]]) -> str | None:
-    """Return the change of the groups' parameters during the run, or None; their order in a group does not matter."""
-    if len(before) != len(now):
-        return "a parameter group was added to the optimiser during the run"
-    if all(map(_have_same_tensors, before, now)):
-        return None
-    return "the parameters of a group of the optimiser changed during the run"
-
-
-def _have_same_tensors(one: Sequence[Tensor], other: Sequence[Tensor]) -> bool:
-    if len(one) != len(other):
-        return False
-    # sets take longer, and are needed only by an optimiser that sorts its groups
-    return all(map(operator.is_, one, other)) or {*map(id, one)} == {*map(id, other)}
 
 
 def settings_of(optimizer: Optimizer) -> list[list[Any]]:

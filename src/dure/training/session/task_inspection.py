@@ -11,17 +11,13 @@ from torch import Tensor, nn
 
 from dure.strategies.contract.loss_traits import LossTraits
 from dure.strategies.contract.strategy import Strategy
+from dure.strategies.contract.watch.group_watch import GroupWatch
 from dure.strategies.state.containers import tensors_in
 from dure.strategies.state.hooks import gradient_hooks
 from dure.strategies.state.objects.generator_state import GENERATORS, generator_state
 from dure.strategies.state.objects.namespaces import ATOMS
 from dure.strategies.state.objects.object_state import ObjectState
-from dure.strategies.state.optimizer import (
-    change_of_groups,
-    difference_of_settings,
-    parameters_of_groups,
-    plain_settings,
-)
+from dure.strategies.state.optimizer import difference_of_settings, plain_settings
 from dure.strategies.state.trial import Trial, is_equal, sharing_state
 from dure.training.inspection.additivity import Additivity
 from dure.training.inspection.collectives import CollectiveCalled, no_collectives
@@ -188,11 +184,11 @@ def phases_of(
         given = task.build_schedule(optimizer, total)
         if regrouped is None or not callable(given):
             return given
-        first = parameters_of_groups(optimizer)
+        groups = GroupWatch(optimizer)
 
         def watched(seen: int) -> Any:
             factor = given(seen)
-            if change := change_of_groups(first, parameters_of_groups(optimizer)):
+            if change := groups.change():
                 regrouped.append(change)
             return factor
 

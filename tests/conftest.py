@@ -2,6 +2,7 @@
 
 import gc
 import os
+import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import suppress
@@ -23,8 +24,9 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("DURE_TRUST_TASK", "true")
 # pytest-xdist tells its workers a width; what a command shows without a terminal is to be the same with it and without
 os.environ.pop("COLUMNS", None)
-# hundreds of tests start an interpreter: each would compile dure anew
+# hundreds of tests start an interpreter: each would compile dure anew, and every worker of pytest the tests
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+sys.dont_write_bytecode = False
 
 with suppress(ImportError):  # the cluster's tests do without
     import hypothesis

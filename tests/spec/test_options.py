@@ -132,6 +132,10 @@ def test_none_as_an_option_then_counts_as_not_given():
             {"strategy": "ring_ddp", "ring_ddp": {"message_size": True}},
             "flag --ring-ddp.message-size: message_size is True but must be a whole number above 0",
         ),
+        (
+            {"strategy": "ddp", "ddp": {"bucket_bytes": 10**20}},
+            f"flag --ddp.bucket-bytes: bucket_bytes is {10**20} but must be a whole number above 0 and of at most ",
+        ),
         ({"fsdp": True}, "flag --fsdp: unknown setting 'fsdp': use --strategy, as fsdp or zero1: they divide what"),
         ({"reshard_after_foward": 1}, "flag --reshard-after-foward: unknown setting 'reshard_after_foward': did you"),
     ],

@@ -6,11 +6,14 @@ from pydantic import Field
 
 from dure.spec.options import StrategyOptions
 
+MOST_BYTES = 2**50
+"""Upper limit of a bucket, more than any device has: torch counts in 64 bits, and ends with an error beyond them."""
+
 
 class Buckets(StrategyOptions):
     """Option of strategies that send gradients in buckets."""
 
-    bucket_bytes: int = Field(25 * 2**20, gt=0, description="gradient bucket size")
+    bucket_bytes: int = Field(25 * 2**20, gt=0, le=MOST_BYTES, description="gradient bucket size")
 
 
 class Compressing(StrategyOptions):
@@ -27,13 +30,13 @@ class DDPOptions(Compressing, Buckets):
 
     gradient_as_bucket_view: bool = Field(True, description="gradients are views into the buckets")
     find_unused_parameters: bool = Field(False, description="allow parameters that take no part in a step")
-    compression_rank: int = Field(1, gt=0, description="powersgd: rank of the approximation")
+    compression_rank: int = Field(1, gt=0, le=MOST_BYTES, description="powersgd: rank of the approximation")
 
 
 class RingDDPOptions(Compressing):
     """Options of ring_ddp, with their names in Apex."""
 
-    message_size: int = Field(10_000_000, gt=0, description="gradient elements of a bucket")
+    message_size: int = Field(10_000_000, gt=0, le=MOST_BYTES, description="gradient elements of a bucket")
     delay_allreduce: bool = Field(False, description="send nothing before backward has ended")
     allreduce_always_fp32: bool = Field(False, description="halves are sent and added in float32")
     gradient_average: bool = Field(True, description="the sum over ranks is divided, not the losses before")

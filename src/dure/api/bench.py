@@ -53,7 +53,7 @@ class BenchResult:
     """Measurements of one `dure bench`."""
 
     rows: list[dict[str, Any]]
-    """`comm.timing.BenchRow` as plain values, with `algorithm_bytes_per_second` and `bus_bytes_per_second`."""
+    """`comm.timing.BenchRow.to_json()` and the `time` of each row, in seconds since the epoch."""
     costs: list[LinkCost]
 
     def to_json(self) -> dict[str, Any]:
@@ -179,12 +179,7 @@ def _run(settings: BenchSettings, kind: str, folder: Path, file: Path) -> None:
 
 
 def _read_rows(file: Path) -> list[dict[str, Any]]:
-    return [_with_bandwidths(parse_json(line)) for line in file.read_text(encoding="utf-8").splitlines()]
-
-
-def _with_bandwidths(row: dict[str, Any]) -> dict[str, Any]:
-    speed = row["num_bytes"] / row["seconds"]
-    return {**row, "algorithm_bytes_per_second": speed, "bus_bytes_per_second": speed * row["bus_factor"]}
+    return [parse_json(line) for line in file.read_text(encoding="utf-8").splitlines()]
 
 
 def link_costs(rows: Sequence[Mapping[str, Any]], settings: BenchSettings, kind: str) -> list[LinkCost]:

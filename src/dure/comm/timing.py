@@ -7,8 +7,8 @@ the elements that differ.
 import math
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
-from typing import NamedTuple
+from dataclasses import asdict, dataclass
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -56,15 +56,18 @@ class BenchRow:
     num_wrong: int
     repeats: int
 
-    @property
-    def algorithm_bytes_per_second(self) -> float:
-        """Bytes per second of the whole vector."""
-        return self.num_bytes / self.seconds
+    def to_json(self) -> dict[str, Any]:
+        """Return the row as plain values, with two bandwidths in bytes per second.
 
-    @property
-    def bus_bytes_per_second(self) -> float:
-        """Bandwidth of each link, comparable between collectives and numbers of ranks."""
-        return self.algorithm_bytes_per_second * self.bus_factor
+        `algorithm_bytes_per_second` is that of the whole vector, `bus_bytes_per_second` that of each link, which is
+        comparable between collectives and numbers of ranks.
+        """
+        speed = self.num_bytes / self.seconds
+        return {
+            **asdict(self),
+            "algorithm_bytes_per_second": speed,
+            "bus_bytes_per_second": speed * self.bus_factor,
+        }
 
 
 class _Case(NamedTuple):

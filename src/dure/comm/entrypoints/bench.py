@@ -2,7 +2,6 @@
 
 import json
 import time
-from dataclasses import asdict
 from pathlib import Path
 
 import torch
@@ -34,7 +33,7 @@ def main(job: BenchJob, place: Place) -> int:
                 if place.rank.rank == 0:
                     if line.is_live:
                         line.show(f"{row.collective} {row.algorithm} {format_bytes(row.num_bytes)}")
-                    file.write(json.dumps({**asdict(row), "time": time.time()}) + "\n")
+                    file.write(json.dumps({**row.to_json(), "time": time.time()}) + "\n")
                     file.flush()
         if place.rank.rank == 0:
             line.close()

@@ -8,6 +8,7 @@ import os
 import signal
 from collections import Counter
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from pathlib import Path
 
 import psutil
@@ -154,13 +155,25 @@ def promised_words(case: Case, code: int) -> tuple[str, ...]:
     return (WORDS.get(case.fault.kind, "because they hung"),)
 
 
+def _is_of_others(port: tuple[str, int], folder: Path) -> bool:
+    """Return whether programs elsewhere have been given the port since: the kernel gives the same numbers again."""
+    listening = [
+        one.pid for one in psutil.net_connections("tcp") if one.status == "LISTEN" and one.laddr.port == port[1]
+    ]
+    with suppress(psutil.NoSuchProcess):
+        return bool(listening) and not any(
+            pid is None or psutil.Process(pid).cwd().startswith(str(folder)) for pid in listening
+        )
+    return False
+
+
 def of_what_is_left(case: Case, seen: Seen, folder: Path) -> Iterator[str]:
     """Check processes, ports and files."""
     for process in psutil.process_iter(["cwd", "cmdline"]):
         if (process.info["cwd"] or "").startswith(str(folder)) and process.status() != psutil.STATUS_ZOMBIE:
             yield f"a process is left: {process.info['cmdline']}"
     for port in seen.ports:
-        if port[0] in ("127.0.0.1", "::1") and answers(port):
+        if port[0] in ("127.0.0.1", "::1") and answers(port) and not _is_of_others(port, folder):
             yield f"{port[0]}:{port[1]} still answers"
     ours = ("runs", "output-", "hurry", "went-wrong", "secret", "weights")
     if case.num_workers:

@@ -2,7 +2,12 @@
 
 import multiprocessing
 import random
+import socket
+import sys
+import threading
 from contextlib import nullcontext
+from functools import partial
+from multiprocessing import resource_sharer
 from unittest.mock import Mock
 
 import numpy as np
@@ -249,3 +254,33 @@ def test_data_that_a_run_cannot_be_defined_on_is_refused_in_one_sentence(data, s
 
 def test_plain_lists_are_data_too():
     check_dataset([1, 2, 3], "T.train_data")
+
+
+@pytest.mark.parametrize(("is_of_loaders", "num_reported"), [(True, 0), (False, 1)])
+def test_rank_killed_while_it_receives_a_batch_then_its_loader_reports_nothing(
+    is_of_loaders, num_reported, monkeypatch
+):
+    reported, served = [], threading.Event()
+    report = partial(loader_module._report_unless_rank_lost, lambda *raised: reported.append(raised))
+
+    def noting(*raised):
+        report(*raised) if is_of_loaders else reported.append(raised)
+        served.set()
+
+    monkeypatch.setattr(sys, "excepthook", noting)
+    sharer = resource_sharer._ResourceSharer()
+    address, _ = sharer.register(lambda connection, pid: None, lambda: None)
+    with socket.socket(socket.AF_UNIX) as rank:
+        rank.connect(address)  # and closed before it has said anything
+    assert served.wait(10)
+    sharer.stop()
+    assert len(reported) == num_reported
+
+
+def test_connection_that_a_task_lost_in_a_loader_is_reported():
+    reported = []
+    try:
+        raise ConnectionResetError("of the task")
+    except ConnectionResetError:
+        loader_module._report_unless_rank_lost(lambda *raised: reported.append(raised), *sys.exc_info())
+    assert str(reported[0][1]) == "of the task"

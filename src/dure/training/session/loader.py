@@ -3,9 +3,12 @@
 import os
 import random
 import signal
+import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
+from multiprocessing import resource_sharer
+from types import TracebackType
 from typing import Any, NamedTuple, cast
 
 import numpy as np
@@ -295,3 +298,19 @@ def _begin_loading(rank_pid: int, worker_id: int) -> None:
     # signals that arrived meanwhile are discarded, because they are ignored now
     signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
     die_with_parent(rank_pid)
+    sys.excepthook = partial(_report_unless_rank_lost, sys.excepthook)
+
+
+def _report_unless_rank_lost(
+    report: Callable[[type[BaseException], BaseException, TracebackType | None], object],
+    kind: type[BaseException],
+    error: BaseException,
+    trace: TracebackType | None,
+) -> None:
+    """Report an exception as before, unless it says that the rank went away while it received a batch.
+
+    The kernel closes a killed rank's sockets before it kills the rank's loaders.
+    """
+    is_of_sharer = trace is not None and trace.tb_frame.f_globals is vars(resource_sharer)
+    if not (is_of_sharer and issubclass(kind, ConnectionError | EOFError)):
+        report(kind, error, trace)

@@ -1,5 +1,6 @@
 """Inspection of a loss: every trait is found by trying, and nothing stays behind."""
 
+import random
 from contextlib import nullcontext
 from types import SimpleNamespace
 
@@ -519,6 +520,23 @@ def test_draws_and_buffers_are_told_apart_by_the_model_and_the_loss():
     assert outside.draws
     assert not outside.model_draws
     assert traits_of(layer=nn.Dropout(0.5)).model_draws
+
+
+class OwnNoise(nn.Module):
+    """Layer with noise of a generator of its own."""
+
+    def __init__(self, draw):
+        super().__init__()
+        self.draw = draw
+
+    def forward(self, x):
+        return x * (1 + float(self.draw.random()))
+
+
+def test_draws_of_a_generator_that_the_model_holds_are_draws_of_the_model():
+    for generator in (np.random.default_rng(3), random.Random(3)):
+        traits = traits_of(layer=OwnNoise(generator))
+        assert (traits.draws, traits.model_draws) == (True, True)
 
 
 class Unprintable(ValueError):

@@ -82,11 +82,13 @@ class ChangesInForward:
         self._before = state_of(self._objects, sees_data=False)
         self._versions = self._buffers_now()
         self._generators = GeneratorStates.now(self._device)
+        self._own = ObjectState({"model": self._model})
 
     def _end(self) -> None:
         self.changed |= self._before.changed()
         self.buffers |= {name: None for name, each in self._buffers_now().items() if self._versions.get(name) != each}
         self.has_drawn |= not self._generators.is_same_as(GeneratorStates.now(self._device))
+        self.has_drawn |= bool(self._before.drawn()) or bool(self._own.drawn())
         self.is_inside = False
 
     def _buffers_now(self) -> dict[str, tuple[int, int]]:

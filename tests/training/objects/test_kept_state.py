@@ -1,5 +1,6 @@
 """Plain state in checkpoints: kept, brought back into the objects that are there, or named as lost."""
 
+import ctypes
 import functools
 import hashlib
 import multiprocessing
@@ -20,6 +21,8 @@ from torch.optim import SGD
 
 import dure
 from dure.errors import CheckpointMismatch
+from dure.strategies.state.objects.used_globals import state_outside
+from dure.strategies.state.trial import Trial
 from dure.training.objects.kept_objects import CannotKeep, Keeper, KnownObjects
 from dure.training.objects.kept_state import KeptState
 from dure.training.objects.restored_objects import Restorer
@@ -47,6 +50,141 @@ def slots_of(value):
 def restored(state, **there):
     entry, objects = state
     return Restorer(objects, there).value(entry)
+
+
+class Calls(nn.Module):
+    """Criterion that counts its calls."""
+
+    def __init__(self):
+        super().__init__()
+        self.number = 0
+
+    def forward(self, *args):
+        self.number += 1
+        return self.number
+
+
+class Stored:
+    """Descriptor that keeps the values itself."""
+
+    def __init__(self):
+        self.values = WeakKeyDictionary()
+
+    def __get__(self, owner, cls=None):
+        return self.values.get(owner, 0)
+
+    def __set__(self, owner, value):
+        self.values[owner] = value
+
+
+class Shared:
+    number = 0
+
+
+class Sharing(Shared):
+    def __call__(self):
+        Shared.number += 1
+        return self.number
+
+
+def registered():
+    REGISTERED[0] += 1
+    return REGISTERED[0]
+
+
+REGISTERED = [0]
+REGISTER = {"one": registered}
+
+
+class Structure(ctypes.Structure):
+    _fields_ = [("number", ctypes.c_int)]
+
+
+class OutOfTheWay(dure.Task):
+    """A task whose state is reached through classes, methods and what it was given."""
+
+    criterion = Calls()
+    counting = functools.partial(Calls())
+    stored = Stored()
+
+    def __init__(self, kind, path):
+        self.kind = kind
+        last = deque(maxlen=99)
+        self.append, self.length = last.append, last.__len__
+        self.method = Calls().forward
+        self.given = Sharing()
+        self.random, self.uniform = np.random.default_rng(3).random, random.Random(3).uniform
+        self.structure = Structure()
+        self.file = path.open()
+        type(self).criterion, type(self).counting = Calls(), functools.partial(Calls())
+        type(self).stored, Shared.number, REGISTERED[0] = Stored(), 0, 0
+
+    def train_data(self):
+        raise NotImplementedError
+
+    build_model = build_optimizer = loss = train_data
+
+    def call(self):
+        return getattr(self, f"_by_{self.kind}")()
+
+    def _by_class(self):
+        return self.criterion()
+
+    def _by_partial(self):
+        return self.counting()
+
+    def _by_descriptor(self):
+        self.stored += 1
+        return self.stored
+
+    def _by_builtin(self):
+        self.append(1)
+        return self.length()
+
+    def _by_method(self):
+        return self.method()
+
+    def _by_given(self):
+        return self.given()
+
+    def _by_register(self):
+        return REGISTER["one"]()
+
+    def _by_draws(self):
+        return self.random()
+
+    def _by_python_draws(self):
+        return self.uniform(0, 1)
+
+    def _by_structure(self):
+        self.structure.number += 1
+        return self.structure.number
+
+    def _by_file(self):
+        return self.file.readline()
+
+
+WAYS = [name.removeprefix("_by_") for name in vars(OutOfTheWay) if name.startswith("_by_")]
+
+
+@pytest.mark.parametrize("kind", WAYS)
+def test_state_that_is_reached_through_classes_and_methods_is_put_back_and_kept(kind, tmp_path):
+    (tmp_path / "lines").write_text("1\n2\n3\n4\n5\n")
+    task, model = OutOfTheWay(kind, tmp_path / "lines"), nn.Linear(1, 1)
+    state = KeptState(task, model, SGD(model.parameters(), lr=0.1))
+    first = task.call()
+    second = task.call()
+    tensors = {name: tensor.clone() for name, tensor in state.tensors().items()}
+    assert not state.lost
+    third = task.call()
+    state.restore(tensors)
+    assert task.call() == third
+    with Trial(model, {"task": task, **state_outside(task, model)}) as trial:
+        fourth = task.call()
+    assert trial.state or trial.has_drawn
+    assert task.call() == fourth
+    assert len({first, second, third, fourth}) == 4
+    task.file.close()
 
 
 VALUES = [

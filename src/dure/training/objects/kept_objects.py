@@ -1,6 +1,5 @@
 """Plain Python state as tensors and plain values: counters and similar state that no `state_dict` contains."""
 
-import ctypes
 import io
 import threading
 from array import array
@@ -23,10 +22,10 @@ from torch.utils.data import Dataset
 
 from dure.strategies.state.objects.foreign_objects import is_foreign
 from dure.strategies.state.objects.generator_state import GENERATORS, generator_state
-from dure.strategies.state.objects.namespaces import ATOMS, SEALED, with_dict
+from dure.strategies.state.objects.namespaces import ATOMS, BUILTIN_METHODS, SEALED, with_dict
 from dure.strategies.state.objects.object_state import plain_attributes
 from dure.strategies.state.objects.state_places import key_text
-from dure.strategies.state.objects.tensor_places import is_shared, memory_of
+from dure.strategies.state.objects.tensor_places import KINDS_OF_MEMORY, is_shared, memory_of
 
 JSON_TYPES = (bool, int, float, str)
 SEQUENCES: dict[str, Any] = {kind.__name__: kind for kind in (list, tuple, set, frozenset, deque, WeakSet)}
@@ -146,10 +145,24 @@ class Keeper:
     def _method(self, value: MethodType, path: str) -> Any:
         name = value.__func__.__name__
         if id(value) in self._known.paths:
-            return {"ref": self._known.paths[id(value)]}
+            return self._known_method(value, path)
         if id(value.__self__) not in self._known.paths or getattr(value.__self__, name, None) != value:
             raise _unknown(value, path)
         return {"method": name, "of": self._entry(value.__self__, path)}
+
+    def _builtin_method(self, value: Any, path: str) -> Any:
+        if id(value) not in self._known.paths:
+            raise _unknown(value, path)
+        return self._known_method(value, path)
+
+    def _known_method(self, value: Any, path: str) -> Any:
+        """Return the entry of a method with that of its object, which nothing else may hold."""
+        held = value.__self__
+        is_definition = held is None or isinstance(held, SEALED)
+        return {
+            "ref": self._known.paths[id(value)],
+            "held": None if is_definition else self._entry(held, f"{path}.__self__"),
+        }
 
     def _device(self, value: torch.device, path: str) -> Any:
         return {"device": str(value)}
@@ -243,6 +256,16 @@ class Keeper:
             raise _unknown(value, path)
         content = value.getvalue()
         return {"stream": content if isinstance(content, str) else _as_tensor(content), "at": value.tell()}
+
+    def _file(self, value: Any, path: str, is_known: bool) -> Any:
+        if not is_known:
+            raise _made_on_the_way(value, path)
+        if value.closed or value.writable() or not value.seekable():
+            return None
+        try:
+            return {"position": value.tell()}
+        except OSError as error:
+            raise CannotKeep(f"{path} is a file whose position cannot be kept ({error})") from error
 
     def _event(self, value: Any, path: str, is_known: bool) -> Any:
         return {"flag": value.is_set()}
@@ -340,6 +363,7 @@ class Keeper:
         (bytes, _bytes),
         ((tuple, frozenset), _tuple),
         (MethodType, _method),
+        (BUILTIN_METHODS, _builtin_method),
         (torch.device, _device),
         (range, _range),
     ]
@@ -350,13 +374,14 @@ class Keeper:
         (np.ndarray, _array),
         ((bytearray, array), _buffer),
         ((io.BytesIO, io.StringIO), _stream),
+        ((io.TextIOWrapper, io.BufferedReader), _file),
         (threading.Event, _event),
         (GENERATORS, _generator),
         ((Queue, ContextVar), _other_threads),
         (Dataset, _dataset),
         (partial, _partial),
         (nn.Module, _module),
-        ((ctypes.Array, ctypes._SimpleCData, SynchronizedBase), _memory),
+        ((*KINDS_OF_MEMORY, SynchronizedBase), _memory),
         (object, _object),
     ]
 

@@ -18,7 +18,7 @@ from dure.documents import parse_json
 from dure.errors import CheckpointMismatch, TaskInvalid
 from dure.strategies.state.objects.namespaces import UnsavedBuffers
 from dure.strategies.state.objects.object_state import Holder, ObjectState, is_inside
-from dure.strategies.state.objects.used_globals import used_globals
+from dure.strategies.state.objects.used_globals import state_outside
 from dure.torchcompat import MODULE_CONTENTS
 from dure.training.checkpoints.state_tree import NamedTensors, decode, encode
 from dure.training.objects.hook_watch import HookWatch
@@ -41,7 +41,7 @@ class KeptState:
     def __init__(self, task: Task, model: nn.Module, optimizer: Optimizer) -> None:
         """Record the initial state, before anything is restored or trained."""
         modules = {f"model.{name}" if name else "model": module for name, module in model.named_modules()}
-        used = used_globals(type(task), *dict.fromkeys(type(module) for module in modules.values()))
+        used = state_outside(task, model)
         self._task = task
         self._saves_itself = type(task).state_dict is not Task.state_dict
         roots = {"optimizer": optimizer, "model": model, **used}

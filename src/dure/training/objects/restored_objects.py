@@ -44,6 +44,9 @@ class Restorer:
             CannotKeep: An object that had state does not exist now, or is of another type.
         """
         match entry:
+            case {"ref": name, "held": held}:
+                self.value(held)
+                return self._known(name)
             case {"ref": name}:
                 return self._done[name] if name in self._done else self._object(name)
             case {"items": items, "type": kind}:
@@ -157,6 +160,9 @@ class Restorer:
         target.write(content["stream"] if isinstance(content["stream"], str) else _as_bytes(content["stream"]))
         target.seek(content["at"])
 
+    def _fill_position(self, target: Any, content: Mapping[str, Any]) -> None:
+        target.seek(content["position"])
+
     def _fill_event(self, target: Any, content: Mapping[str, Any]) -> None:
         if content["flag"]:
             target.set()
@@ -211,6 +217,7 @@ _FILLS: dict[str, Callable[[Restorer, Any, Mapping[str, Any]], None]] = {
     "array": Restorer._fill_array,
     "buffer": Restorer._fill_buffer,
     "stream": Restorer._fill_stream,
+    "position": Restorer._fill_position,
     "flag": Restorer._fill_event,
     "memory": Restorer._fill_memory,
     "generator": Restorer._fill_generator,

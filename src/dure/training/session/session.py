@@ -25,7 +25,7 @@ from dure.strategies.contract.loss_traits import LossTraits
 from dure.strategies.contract.precision import Precision
 from dure.strategies.contract.strategy import LossFunction, Strategy
 from dure.strategies.state.hooks import without_new_hooks
-from dure.strategies.state.objects.used_globals import used_globals
+from dure.strategies.state.objects.used_globals import state_outside
 from dure.strategies.state.shared_storage import sharing_memory
 from dure.strategies.table import STRATEGIES, load_strategy
 from dure.terminal import print_status
@@ -171,7 +171,7 @@ def open_session(
     data.refuse_unlike(group, identity)
     data_state.leave_out_changed()
     strategy.example = data.first_samples
-    strategy.objects = {"task": task, **used_globals(type(task), *dict.fromkeys(type(m) for m in model.modules()))}
+    strategy.objects = {"task": task, **state_outside(task, model)}
     one_process_build = OneProcessBuild()
     with startup.step("trying the loss"):
         if reads and group.rank == 0 and group.world_size > 1:

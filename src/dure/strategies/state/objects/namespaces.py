@@ -17,6 +17,9 @@ ATOMS = (type(None), bool, int, float, complex, str, bytes, Enum, torch.dtype, t
 SEALED = (type, types.ModuleType, types.FunctionType, types.BuiltinFunctionType, types.MethodType, Dataset, DataLoader)
 """Kinds that hold definitions or data, but no state of the training."""
 
+BUILTIN_METHODS = (types.BuiltinMethodType, types.MethodWrapperType)
+"""Kinds of methods that are not written in Python. Python's own functions are of the first kind, too."""
+
 
 class _Attributes(MutableMapping[str, Any]):
     """Mapping of attributes that are in no `__dict__`."""
@@ -244,8 +247,15 @@ _DESCRIPTORS = (property, classmethod, staticmethod, functools.cached_property)
 
 
 def _is_variable(name: str, value: Any) -> bool:
-    is_definition = isinstance(value, (*SEALED, *_DESCRIPTORS)) or callable(value) or hasattr(value, "__get__")
+    is_definition = isinstance(value, (*SEALED, *_DESCRIPTORS)) or (
+        (callable(value) or hasattr(value, "__get__")) and not _is_callable_object(value)
+    )
     return not is_definition and not (name.startswith("__") and name.endswith("__")) and not name.startswith("_abc_")
+
+
+def _is_callable_object(value: Any) -> bool:
+    """Return whether a value that can be called, or is a descriptor, is an object with state: a criterion, say."""
+    return isinstance(value, nn.Module | functools.partial) or is_users(type(value))
 
 
 def is_users(cls: Any) -> bool:

@@ -27,8 +27,10 @@ from torch.optim import Optimizer
 from torch.utils.data import Dataset
 
 from dure.strategies.state.objects.foreign_objects import hides_state, is_foreign
+from dure.strategies.state.objects.generator_state import GENERATORS
 from dure.strategies.state.objects.namespaces import (
     ATOMS,
+    BUILTIN_METHODS,
     SEALED,
     FunctionState,
     Namespace,
@@ -46,6 +48,7 @@ from dure.strategies.state.objects.state_places import (
     comparable,
     container_place,
     event_place,
+    file_place,
     generator_place,
     key_text,
     optimizer_place,
@@ -233,8 +236,8 @@ class ObjectState:
         if self._sees_data and isinstance(value, Dataset) and id(value) not in self._seen:
             self._seen[id(value)] = value
             self._attributes(path, value)
-        if isinstance(value, types.MethodType) and is_users(value.__func__):
-            self._walk(path, value.__self__)
+        if _is_users_method(value):
+            self._walk(f"{path}.__self__", value.__self__)  # a list, say, that nothing else holds but its `append`
         elif isinstance(value, types.FunctionType) and id(value) not in self._seen and is_users(value):
             self._seen[id(value)] = value
             self._attributes(f"{path}{_CALL}", FunctionState(value))
@@ -276,6 +279,8 @@ class ObjectState:
                 self._tensor(path, value)
         elif isinstance(value, np.ndarray):
             self._add(array_place(path, value))
+            for number, (_, item) in enumerate(some(value.ravel()) if value.dtype == object else ()):
+                self._walk(f"{path}.flat[{number}]", item)
             self._beside_items(path, value)
         elif (generator := generator_place(path, value)) is not None:
             self._add(generator)
@@ -445,7 +450,7 @@ class ObjectState:
             self._note(f"{path}.{name}", item)
             if is_plain_object and isinstance(item, DEFINITIONS):
                 self._add(attribute_place(f"{path}.{name}", owner, name, item))
-            if isinstance(item, types.FunctionType | types.MethodType) or (
+            if isinstance(item, (types.FunctionType, types.MethodType, *BUILTIN_METHODS)) or (
                 self._sees_data and isinstance(item, Dataset)
             ):
                 self._walk(f"{path}.{name}", item)
@@ -454,6 +459,14 @@ class ObjectState:
             for number, hook in enumerate(vars(owner).get(hooks, {}).values()):
                 self._walk(f"{path}.{hooks}[{number}]", hook)
         self._holder = outer
+
+
+def _is_users_method(value: object) -> bool:
+    """Return whether a value is a bound method of a user's, of a generator, or one that is not written in Python."""
+    if isinstance(value, types.MethodType):
+        function = value.__func__
+        return is_users(function) or isinstance(value.__self__, GENERATORS) or not isinstance(function, _FUNCTIONS)
+    return isinstance(value, BUILTIN_METHODS)
 
 
 def _cached_values(function: Any) -> Iterator[Any]:
@@ -466,6 +479,7 @@ def _cached_values(function: Any) -> Iterator[Any]:
             yield held
 
 
+_FUNCTIONS = (types.FunctionType, functools.partial)
 _ORDERED = (tuple, list, deque, MutableMapping)
 _OF_PYTHONS: dict[Any, Callable[[str, Any], Place]] = {
     bytearray: bytes_place,
@@ -474,6 +488,8 @@ _OF_PYTHONS: dict[Any, Callable[[str, Any], Place]] = {
     ContextVar: variable_place,
     io.BytesIO: stream_place,
     io.StringIO: stream_place,
+    io.TextIOWrapper: file_place,
+    io.BufferedReader: file_place,
     threading.Event: event_place,
 }
 _TORCHS_OWN = {

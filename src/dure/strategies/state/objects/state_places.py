@@ -237,6 +237,25 @@ def stream_place(path: str, stream: Any) -> Place:
     return Place(path, lambda: now() != before, put_back, now, is_put_back=before is not None)
 
 
+def file_place(path: str, file: Any) -> Place:
+    """Return the place of an open file's position; one that is written, or has no positions, never changes."""
+
+    def now() -> int | None:
+        with suppress(OSError, ValueError):  # it was closed, or a loop over its lines has begun
+            return int(file.tell())
+        with suppress(OSError, ValueError, AttributeError):
+            return int(file.buffer.tell())
+        return None
+
+    before = now() if not file.closed and file.readable() and not file.writable() and file.seekable() else None
+
+    def put_back() -> None:
+        with suppress(OSError, ValueError):
+            file.seek(before)
+
+    return Place(path, lambda: before is not None and now() not in (before, None), put_back, now)
+
+
 def event_place(path: str, event: threading.Event) -> Place:
     """Return the place of an event's flag: only detected if a thread of the task may be the one that sets it."""
     before = event.is_set()

@@ -185,10 +185,13 @@ def array_place(path: str, values: Any) -> Place:
     return Place(path, has_changed, put_back, lambda: comparable(values), is_put_back=is_small)
 
 
+KINDS_OF_MEMORY = (ctypes.Array, ctypes._SimpleCData, ctypes.Structure, ctypes.Union)
+
+
 def memory_of(value: Any) -> "memoryview | None":
-    """Return the memory of a `ctypes` number or array, shared between processes or not; None for anything else."""
+    """Return the memory of a `ctypes` object, shared between processes or not; None for anything else."""
     inner = value.get_obj() if isinstance(value, SynchronizedBase) else value
-    return memoryview(inner).cast("B") if isinstance(inner, ctypes.Array | ctypes._SimpleCData) else None
+    return memoryview(inner).cast("B") if isinstance(inner, KINDS_OF_MEMORY) else None
 
 
 def is_shared(value: Any) -> bool:

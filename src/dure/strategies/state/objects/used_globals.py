@@ -11,6 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from torch import nn
+
 from dure.strategies.state.objects.namespaces import (
     ATOMS,
     SEALED,
@@ -19,18 +21,39 @@ from dure.strategies.state.objects.namespaces import (
     is_users,
     is_users_module,
 )
+from dure.strategies.state.objects.object_state import ObjectState
 
 
-def used_globals(*classes: type) -> dict[str, object]:
-    """Return the objects in which functions of a user's classes may keep state outside their objects.
+def state_outside(task: object, model: nn.Module) -> dict[str, object]:
+    """Return the objects in which a task, its model, and what they hold may keep state outside themselves.
+
+    A criterion that was given to the task, or that it found by name, has code of its own.
+    """
+    held = ObjectState({"task": task, "model": model}).first.values()
+    found = (_definition_of(value) for value in held)
+    return used_globals(
+        type(task), *dict.fromkeys(type(m) for m in model.modules()), *(each for each in found if each is not None)
+    )
+
+
+def _definition_of(value: object) -> type | types.FunctionType | None:
+    """Return the class of an object of a user's, or a user's function or class itself; None for anything else."""
+    while isinstance(value, types.MethodType | functools.partial):
+        value = value.__self__ if isinstance(value, types.MethodType) else value.func
+    found = value if isinstance(value, type | types.FunctionType) else type(value)
+    return found if is_users(found) else None
+
+
+def used_globals(*definitions: type | types.FunctionType) -> dict[str, object]:
+    """Return the objects in which a user's functions, and those of classes, may keep state outside their objects.
 
     These are global variables that hold state or are assigned to, classes' own variables, and functions with closures,
     attributes or default values that can change. Functions and classes of the user's own to which the functions refer
     are searched as well.
     """
     found = _Used()
-    for cls in dict.fromkeys(classes):
-        found.add_class(cls)
+    for each in dict.fromkeys(definitions):
+        found.add(each)
     return found.all()
 
 
@@ -48,6 +71,12 @@ class _Used:
         }
         return self._found | assigned
 
+    def add(self, definition: type | types.FunctionType) -> None:
+        if isinstance(definition, type):
+            self.add_class(definition)
+        else:
+            self._follow(definition)
+
     def add_class(self, cls: type) -> None:
         for base in cls.__mro__:
             if id(base) not in self._seen and is_users(base):
@@ -62,6 +91,8 @@ class _Used:
                         if _may_keep_state(function):
                             self._add(function.__qualname__, function)
                         self._follow(function)
+                    for definition in _definitions_among(member):
+                        self.add(definition)
 
     def _add(self, name: str, value: object) -> None:
         while name in self._found and self._found[name] is not value:
@@ -93,8 +124,8 @@ class _Used:
                 if is_users(value):
                     self.add_class(value)
                 continue
-            for function in _functions_in(value):
-                self._follow(function)
+            for definition in (*_functions_in(value), *_definitions_among(value)):
+                self.add(definition)
             is_given = gives_attributes and isinstance(value, types.FunctionType) and is_users(value)
             if is_given or _may_keep_state(value):
                 self._add(f"global {name}", value)
@@ -131,6 +162,14 @@ def _functions_in(value: Any) -> Iterator[types.FunctionType]:
         yield from _functions_in(value.__func__)
     elif isinstance(value, functools._lru_cache_wrapper):
         yield from _functions_in(value.__wrapped__)
+
+
+def _definitions_among(value: Any) -> list[type | types.FunctionType]:
+    """Return the user's functions and classes among the items of a container, such as a register of losses."""
+    if not isinstance(value, dict | list | tuple) or len(value) > _MOST_DEFINITIONS:
+        return []
+    items = [*value.values()] if isinstance(value, dict) else [*value]
+    return [each for each in map(_definition_of, items) if each is not None]
 
 
 def _codes(code: types.CodeType) -> Iterator[types.CodeType]:
@@ -175,9 +214,11 @@ def _names_in(code: types.CodeType) -> _Names:
     def of(*operations: str) -> frozenset[str]:
         return frozenset().union(*(operands[operation] for operation in operations))
 
+    everything = frozenset(name for each in codes for name in each.co_names)
+    by_string = {text for each in codes for text in each.co_consts if isinstance(text, str)}
     return _Names(
-        all=frozenset(name for each in codes for name in each.co_names),
-        read=of("LOAD_GLOBAL", "LOAD_NAME", "IMPORT_FROM"),
+        all=everything,
+        read=of("LOAD_GLOBAL", "LOAD_NAME", "IMPORT_FROM") | (by_string if "globals" in everything else set()),
         assigned=of("STORE_GLOBAL", "DELETE_GLOBAL"),
         stored=of("STORE_ATTR", "DELETE_ATTR"),
         imported=of("IMPORT_NAME"),

@@ -11,9 +11,10 @@ from torch.optim import Optimizer
 from torch.utils.data import Dataset
 
 import dure
+import tests.conformance.zoo.later  # registers its features
 from tests.conformance.cases import train_case
 from tests.conformance.zoo.cell import reference_of, run_cell
-from tests.conformance.zoo.feature import OUT, STEPS, Feature, Samples, ZooTask, chain, data
+from tests.conformance.zoo.feature import FEATURES, OUT, STEPS, Feature, Samples, ZooTask, chain, data
 
 
 class ActsOnce(ZooTask):
@@ -101,6 +102,12 @@ class LeavesTeacherOut(ZooTask):
                 return super().load_state_dict(state_dict, strict=False)
 
         return Distilled()
+
+
+@pytest.mark.parametrize(("strategy", "way"), [("single", "resumed"), ("single", "killed"), ("ddp", "killed")])
+def test_schedule_when_it_keeps_what_it_made_then_that_survives(strategy: str, way: str, tmp_path: Path) -> None:
+    feature = FEATURES["KeptMask"]
+    assert run_cell(feature, strategy, way, reference_of(feature, tmp_path), tmp_path).kind == "exact"
 
 
 def test_model_when_its_own_state_dict_leaves_weights_out_then_that_is_declared(tmp_path: Path) -> None:

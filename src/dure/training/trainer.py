@@ -121,6 +121,7 @@ class Trainer:
             before = session.kept.state_now()
             asked = session.task.build_schedule(session.strategy.optimizer, session.total_samples)
             self._set_by_schedule |= before.changed().keys()
+            session.kept.add_schedule(asked)
             self.loader_copies = LoaderCopies(session.train_loader, session.order, session.strategy.objects)
             self.checkpointer.go_on(self.memory, trusted)
             if orders.stopped_by is not None:

@@ -482,6 +482,23 @@ class UnfreezingSchedule(ZooTask):
         return schedule
 
 
+@feature("Later", "a mask of small weights that a schedule makes once, and keeps")
+class KeptMask(ZooTask):
+    def build_schedule(self, optimizer: Optimizer, total_samples: int) -> Any:
+        weights = [p for group in optimizer.param_groups for p in group["params"]]
+        mask: list[Tensor] = []
+
+        def schedule(samples_seen: int) -> float:
+            with torch.no_grad():
+                if samples_seen == 15:
+                    mask[:] = [weight.abs() > 0.15 for weight in weights]
+                for weight, large in zip(weights, mask if samples_seen > 15 else (), strict=False):
+                    weight.mul_(large)
+            return 1.0
+
+        return schedule
+
+
 class Wrapped(Optimizer):
     """Wrapper of an optimiser that has not called the constructor, as Lookahead is often written."""
 

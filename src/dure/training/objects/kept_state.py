@@ -45,7 +45,7 @@ class KeptState:
         self._task = task
         self._saves_itself = type(task).state_dict is not Task.state_dict
         roots = {"optimizer": optimizer, "model": model, **used}
-        self._watched = roots if self._saves_itself else {"task": task, **roots}
+        self._watched: dict[str, object] = roots if self._saves_itself else {"task": task, **roots}
         self._built = self.state_now()
         self._owners = self._built.owners
         self.generators = self._built.generators()
@@ -63,14 +63,34 @@ class KeptState:
             {**modules, "optimizer": optimizer}, {f"model.{name}": each for name, each in model.named_parameters()}
         )
         self._changed: set[Holder] = set()
-        self.lost = {path: f"{path} is an iterator, whose position cannot be kept" for path in self._built.opaque}
+        self.lost = self._unseen()
         """Reasons why state cannot be kept, by its path."""
-        self.lost |= {path: f"{path} is an object whose changes cannot be seen" for path in self._built.hidden}
+
+    def add_schedule(self, schedule: object) -> None:
+        """Include the state of a schedule, such as weights that it stores; what building it has set counts as changed.
+
+        Args:
+            schedule: Schedule as the task built it; None for no schedule.
+        """
+        if schedule is None:
+            return
+        self.look()
+        self._watched = {**self._watched, "schedule": schedule}
+        self._built = self.state_now()
+        self._owners, self.generators = self._built.owners, self._built.generators()
+        self._known = self._known_objects()
+        self.lost = {**self._unseen(), **self.lost}
+
+    def _unseen(self) -> dict[str, str]:
+        """Return the reasons why changes of some state cannot be detected, by its path."""
+        lost = {path: f"{path} is an iterator, whose position cannot be kept" for path in self._built.opaque}
+        lost |= {path: f"{path} is an object whose changes cannot be seen" for path in self._built.hidden}
         if (unseen := self._built.unseen) is not None:
             shown = unseen if len(unseen) < _MOST_SHOWN else f"{unseen[:_MOST_SHOWN]}..."
-            self.lost[unseen] = (
+            lost[unseen] = (
                 f"{shown} lies too deep, or behind more objects than are looked into, so its changes are not kept"
             )
+        return lost
 
     def state_now(self) -> ObjectState:
         """Return the state of all watched objects, for a later comparison."""

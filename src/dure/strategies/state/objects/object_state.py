@@ -134,6 +134,9 @@ class ObjectState:
         trained = [root for root in roots.values() if isinstance(root, nn.Module)]
         self._unsaved: set[int] = set()
         self._trained = {id(t) for root in trained for t in (*root.parameters(), *root.buffers())}
+        optimizers = [root for root in roots.values() if isinstance(root, Optimizer)]
+        # a strategy may let it step others than the model's, which a schedule finds in its groups
+        self._trained |= {id(t) for root in optimizers for group in root.param_groups for t in group["params"]}
         self._by_name = dict(roots)
         self._roots = {id(root) for root in roots.values()}
         self._own_parts = self._roots | {id(module) for root in trained for module in root.modules()}

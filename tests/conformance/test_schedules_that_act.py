@@ -11,7 +11,6 @@ from torch.optim import Optimizer
 from torch.utils.data import Dataset
 
 import dure
-import tests.conformance.zoo.later  # registers its features
 from tests.conformance.cases import train_case
 from tests.conformance.zoo.cell import reference_of, run_cell
 from tests.conformance.zoo.feature import FEATURES, OUT, STEPS, Feature, Samples, ZooTask, chain, data

@@ -35,6 +35,63 @@ class Coupled(optim.SGD):
         super().step()
 
 
+class Seldom(optim.SGD):
+    """Divides all weights by their norm in each thousandth step, which it counts in a way of its own."""
+
+    def __init__(self, params, how="state", every=1000):
+        super().__init__(params, lr=0.1)
+        self.how, self.calls = how, 0
+        if how == "settings":
+            self.param_groups[0]["every"] = every
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        super().step()
+        (group,) = self.param_groups
+        self.calls += 1
+        group["calls"] = group.get("calls", 0) + 1
+        for p in group["params"]:
+            self.state[p]["calls"] = self.state[p].get("calls", torch.tensor(0.0)) + 1
+        counts = {
+            "state": self.state[group["params"][0]]["calls"],
+            "attribute": self.calls,
+            "settings": group["calls"],
+        }
+        if counts[self.how] % group.get("every", EVERY) == 0:
+            norm = sum(p.square().sum() for p in group["params"]).sqrt()
+            for p in group["params"]:
+                p.div_(norm)
+
+
+EVERY = 1000
+
+
+class SeldomEach(optim.SGD):
+    """Divides each parameter by its norm from the five hundredth step on."""
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        super().step()
+        for p in self.param_groups[0]["params"]:
+            self.state[p]["calls"] = self.state[p].get("calls", 0) + 1
+            if self.state[p]["calls"] >= 500:
+                p.div_(p.norm())
+
+
+@pytest.mark.parametrize("how", ["state", "attribute", "settings"])
+def test_optimiser_that_couples_all_parameters_in_a_late_step_is_found(how):
+    optimizer = Seldom(model().parameters(), how)
+    for reason in (reason_not_to_divide(optimizer), reason_not_to_cut(optimizer)):
+        assert reason == "what it does to one parameter depends on the others"
+    assert optimizer.calls == 0
+
+
+def test_optimiser_that_couples_elements_in_a_late_step_is_not_cut():
+    optimizer = SeldomEach(model().parameters(), lr=0.1)
+    assert reason_not_to_divide(optimizer) is None
+    assert reason_not_to_cut(optimizer) == "what it does to one element depends on the others of its tensor"
+
+
 class Estimating(optim.SGD):
     """Finds its rate in the first step from all parameters, as Prodigy does, and uses it from the second on."""
 

@@ -23,6 +23,7 @@ from dure.errors import message_of
 from dure.strategies.contract.precision import is_about_closure
 from dure.strategies.division import stand_ins
 from dure.strategies.division.held_models import held_model
+from dure.strategies.division.late_steps import STEPS_BEFORE, STEPS_EACH, StepCounters, landmarks_of
 from dure.strategies.division.stand_ins import StandIn
 from dure.strategies.division.step_hooks import fault_of_hooks
 from dure.torchcompat import is_step_replaced, local_tensor, own_attributes, step_without_hooks
@@ -106,6 +107,8 @@ def _reason_of_parts(subject: "_Subject") -> str | None:
     reason = subject.small().reason()
     if reason is None and not _is_of_torch(subject.optimizer):
         reason = subject.long().reason_of_parts() or subject.wide().reason_of_parts()
+        if reason is None and (late := subject.late()) is not None:
+            reason = late.reason_of_parts()
     return reason
 
 
@@ -117,7 +120,7 @@ def _reason_of_halves(subject: "_Subject") -> str | None:
         reason = _Trial(subject, stand_ins.small(subject.trained), _NUM_STEPS, dtype=torch.float32).reason_of_halves()
     if reason is not None or _is_of_torch(subject.optimizer):
         return reason
-    long, wide = subject.long(), subject.wide()
+    long, wide, late = subject.long(), subject.wide(), subject.late()
     return (
         long.reason_of_parts()
         or wide.reason_of_parts()
@@ -126,6 +129,7 @@ def _reason_of_halves(subject: "_Subject") -> str | None:
         or wide.reason_of_halves()
         or subject.large().reason_of_halves()
         or _reason_of_shapes(subject)
+        or (late.reason_of_parts() or late.reason_of_halves() if late is not None else None)
     )
 
 
@@ -201,6 +205,14 @@ class _Subject:
         """Return a trial of more steps, for effects that begin after a warm-up."""
         return _Trial(self, stand_ins.few(self.trained), _NUM_LONG_STEPS)
 
+    def late(self) -> "_Trial | None":
+        """Return a trial of steps that come much later, or None if nothing points to any or they cannot be taken."""
+        landmarks = landmarks_of(self.optimizer, _NUM_LONG_STEPS)
+        trial = _Trial(
+            self, stand_ins.few(self.trained), STEPS_BEFORE + STEPS_EACH * len(landmarks), landmarks=landmarks
+        )
+        return trial if landmarks and trial.is_possible() else None
+
     def wide(self) -> "_Trial":
         """Return a trial of all parameters, for effects that depend on a parameter's position, size or content."""
         return _Trial(self, stand_ins.wide(self.trained, self._share), _NUM_WIDE_STEPS)
@@ -243,6 +255,7 @@ class _Trial:
         is_first: bool = False,
         has_values: bool = True,
         dtype: torch.dtype | None = None,
+        landmarks: list[int] | None = None,
     ) -> None:
         """Create stand-ins and their gradients.
 
@@ -254,7 +267,9 @@ class _Trial:
                 attributes of the model's.
             has_values: False for stand-ins on the meta device.
             dtype: Dtype of all stand-ins; None for those of the parameters.
+            landmarks: Step counts to which the optimiser's counters are set on the way.
         """
+        self._landmarks = landmarks
         self._dtype = dtype
         self._subject = subject
         self._optimizer = subject.optimizer
@@ -311,6 +326,14 @@ class _Trial:
         if extra or len(self._optimizer.state_dict()) > 2:
             return "it keeps state of the whole beside that of the parameters"
         return self.reason_of_parts(together)
+
+    def is_possible(self) -> bool:
+        """Return whether the steps can be taken: setting counters may contradict other state."""
+        try:
+            self._step(range(len(self.parameters)))
+        except Exception:
+            return False
+        return True
 
     def reason_of_parts(self, together: dict[int, Tensor] | None = None) -> str | None:
         """Return the reason why parts of the stand-ins do not step as all of them do.
@@ -434,8 +457,11 @@ class _Trial:
                     else value
                     for key, value in small.items()
                 }
+        counters = StepCounters(self._landmarks) if self._landmarks else None
         with within:
-            for gradients in self._gradients:
+            for number, gradients in enumerate(self._gradients):
+                if counters is not None:
+                    counters.before_step(self._optimizer, number)
                 for position, parameter in chosen.items():
                     gradient = cut(gradients[position]).clone()
                     parameter.grad = gradient.to_sparse(1) if self._subject.is_sparse and gradient.dim() else gradient

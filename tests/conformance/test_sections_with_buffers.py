@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import dure
+from dure.errors import WorkerFailed
 from dure.training.run_state.snapshot_policy import MemorySaver
 from tests.commands import RunFiles
 from tests.conformance.cases import TO_ROUNDING, largest_difference, train_case, weights_of
@@ -130,3 +131,29 @@ def test_buffer_when_an_evaluation_sets_it_on_some_ranks_then_that_is_declared_u
     declared = json.loads((many / "summary.json").read_text())["not_preserved"]
     assert any("state that the evaluation keeps (model.shift)" in text for text in declared) == is_missed
     assert (largest_difference(weights_of(one), weights_of(many)) > TO_ROUNDING) == is_missed
+
+
+class FollowsGradient(ZooTask):
+    """Divides its loss by the size of a gradient, which a hook notes."""
+
+    def __init__(self, layer: int, *, uses_size: bool = True) -> None:
+        self.layer, self.uses_size, self.size = layer, uses_size, 1.0
+
+    def build_model(self) -> nn.Module:
+        model = chain()
+        model[self.layer].weight.register_hook(self._note)
+        return model
+
+    def _note(self, gradient: Tensor) -> None:
+        self.size = float(gradient.norm())
+
+    def loss(self, model: nn.Module, batch: Any) -> Any:
+        return super().loss(model, batch) / (1 + self.size * self.uses_size * model.training)
+
+
+def test_hook_when_it_sets_what_the_loss_of_another_rank_uses_then_rpc_model_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(WorkerFailed, match=r"separates the hooks on gradients that set task\.size from the loss"):
+        train_case(tmp_path, FollowsGradient(6), "rpc_model", 2, **SHORT)
+    for task in (FollowsGradient(0), FollowsGradient(6, uses_size=False)):
+        one, many = (train_case(tmp_path, task, *how, **SHORT) for how in [(), ("rpc_model", 2)])
+        assert largest_difference(weights_of(one), weights_of(many)) < TO_ROUNDING

@@ -90,7 +90,7 @@ def _rehearse_now(
     is_other_loss = not _are_close(torch.tensor(whole.loss), torch.tensor(parts.loss))
     other = [n for n, _ in model.named_parameters() if not _are_close(whole.gradients.get(n), parts.gradients.get(n))]
     if not other and not is_other_loss:
-        return rehearsal.fault_of_own_code(where)
+        return rehearsal.fault_of_own_code(where) or (None if loss_section else rehearsal.fault_of_hooks(where))
     if rehearsal.hidden is not None:
         return rehearsal.hidden
     if (cause := _cause(strategy, model, plan, whole, loss_section)) is not None:
@@ -184,6 +184,8 @@ class _Rehearsal:
         """Saved buffers outside the blocks as the model's own code leaves them on the rank of each section."""
         self._own_state: list[dict[str, Any]] = []
         """Plain state outside of that section's blocks that is changed there."""
+        self._set_by_hooks: set[str] = set()
+        """Paths of plain state that the backward passes of other ranks than the loss's change."""
 
     def whole(self) -> _Outcome:
         """Return the loss and the gradients of the whole model."""
@@ -289,6 +291,26 @@ class _Rehearsal:
             f"one block set it and use it, or use {CURE}"
         )
 
+    def fault_of_hooks(self, where: str) -> str | None:
+        """Return a sentence if hooks on gradients of other ranks set state that the next loss uses."""
+        if not self._set_by_hooks:
+            return None
+        losses = []
+        for keeps in (True, False):
+            with Trial(self._model, self._strategy.objects, seed=0, watches_writes=False):
+                before, begin = ObjectState(self._strategy.objects), GeneratorStates.now(self._device)
+                self.whole()
+                if not keeps:
+                    before.put_back(only=self._set_by_hooks)
+                begin.put_back()
+                losses.append(torch.tensor(self.whole().loss))
+        if _are_close(*losses):
+            return None
+        return (
+            f"{where} separates the hooks on gradients that set {sorted(self._set_by_hooks)[0]} from the loss that uses "
+            f"it, which another rank computes: use {CURE}"
+        )
+
     def _lost_buffers(self) -> list[str]:
         """Return the saved buffers outside the blocks that the rank that keeps them does not change as one process."""
         if not any(self._own_values):
@@ -331,8 +353,11 @@ class _Rehearsal:
             self._take_gradients()
         for chain in self._chains:
             for section in reversed(range(len(chain))):
+                before = ObjectState(self._strategy.objects)
                 with self._only(section):
                     self._go_back(chain[section])
+                if section != loss_section:
+                    self._set_by_hooks |= before.changed().keys()
         return self._outcome(root)
 
     def _go_back(self, given: list[tuple[Tensor, Tensor]]) -> None:

@@ -13,7 +13,7 @@ import types
 import weakref
 from array import array
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, MutableMapping
+from collections.abc import Callable, Collection, Iterator, Mapping, MutableMapping
 from contextvars import ContextVar
 from itertools import islice
 from queue import Queue
@@ -199,14 +199,15 @@ class ObjectState:
         """Return the paths of the functions whose caches have grown."""
         return [place.path for place in self._places if place.is_derived and place.has_changed()]
 
-    def put_back(self, *, keeps_derived: bool = False) -> list[str]:
+    def put_back(self, *, keeps_derived: bool = False, only: Collection[str] | None = None) -> list[str]:
         """Restore all state; return the paths of state that cannot be restored.
 
         Args:
             keeps_derived: Whether caches of functions are left unchanged.
+            only: Paths of the places to restore; None for all.
         """
         left = []
-        for place in self._places:
+        for place in self._places if only is None else [each for each in self._places if each.path in only]:
             if not (keeps_derived and place.is_derived) and place.has_changed():
                 place.put_back()
                 left += [] if place.is_put_back else [place.path]

@@ -307,8 +307,8 @@ class _Rehearsal:
         if _are_close(*losses):
             return None
         return (
-            f"{where} separates the hooks on gradients that set {sorted(self._set_by_hooks)[0]} from the loss that uses "
-            f"it, which another rank computes: use {CURE}"
+            f"{where} separates the hooks on gradients that set {sorted(self._set_by_hooks)[0]} from the loss that "
+            f"uses it, which another rank computes: use {CURE}"
         )
 
     def _lost_buffers(self) -> list[str]:

@@ -39,6 +39,30 @@ class ClassVariable(ZooTask):
         return super().loss(model, batch) * (1 + 0.1 * self.calls)
 
 
+class CallsOfClass:
+    """A criterion that counts its calls."""
+
+    def __init__(self) -> None:
+        self.calls = 0
+
+    def __call__(self, output: Tensor, y: Tensor) -> Tensor:
+        self.calls += torch.is_grad_enabled()
+        return functional.mse_loss(output, y) * (1 + 0.1 * self.calls)
+
+
+@feature("State elsewhere", "a criterion that counts, as an attribute of the task's class", declares=LOSS)
+class CriterionOfClass(ZooTask):
+    criterion: ClassVar = CallsOfClass()
+
+    def build_model(self) -> nn.Module:
+        type(self).criterion = CallsOfClass()
+        return super().build_model()
+
+    def loss(self, model: nn.Module, batch: Any) -> Any:
+        x, y = batch
+        return self.criterion(model(x), y)
+
+
 class Slots:
     __slots__ = ("calls",)
 

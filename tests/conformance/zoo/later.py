@@ -81,6 +81,26 @@ class LateGlobalNorm(ZooTask):
         return LateNorm(model.parameters(), lr=0.1, momentum=0.9)
 
 
+class SeldomNorm(SGD):
+    """Divides all weights by their norm in every 150th step."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        super().step()
+        (group,) = self.param_groups
+        group["calls"] = group.get("calls", 0) + 1
+        if group["calls"] % 150 == 0:
+            norm = nn.utils.get_total_norm(group["params"])
+            for parameter in group["params"]:
+                parameter.mul_(4 / norm)
+
+
+@feature("Later", "an optimiser that uses the norm of all weights in every 150th step", samples=700)
+class SeldomGlobalNorm(ZooTask):
+    def build_optimizer(self, model: nn.Module) -> Optimizer:
+        return SeldomNorm(model.parameters(), lr=0.1, momentum=0.9)
+
+
 @feature("Later", "a hook on the model's output that clamps its gradient")
 class ClampedOutput(ZooTask):
     def loss(self, model: nn.Module, batch: Any) -> Any:

@@ -337,6 +337,23 @@ class RandomEvaluation(ZooTask):
         return {"noisy": dure.Sum((noisy - y).square().mean(1).sum(), len(x))}
 
 
+class OwnDraws(nn.Module):
+    """Scales by a number that its own generator draws."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.generator = np.random.default_rng(3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * (1 + 0.2 * self.generator.random()) if self.training else x
+
+
+@feature("Random numbers", "random numbers of a layer's own generator", declares=("random numbers",))
+class LayersGenerator(ZooTask):
+    def build_model(self) -> nn.Module:
+        return with_layer(OwnDraws())
+
+
 class Attention(nn.Module):
     def __init__(self) -> None:
         super().__init__()

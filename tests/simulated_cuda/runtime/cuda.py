@@ -1,0 +1,211 @@
+"""`torch.cuda` on simulated devices: what a build with CUDA has compiled in."""
+
+import contextlib
+import os
+from collections.abc import Sequence
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+def show(core: ModuleType) -> None:
+    """Replace the functions of `torch.cuda` that a CPU build refuses."""
+    cuda = torch.cuda
+    torch.version.cuda = "13.0"
+    cuda.simulated = core
+    for name, found in {**_counting(core), **_describing(core), **_drawing(core), **_measuring(core)}.items():
+        setattr(cuda, name, found)
+    for name, found in _streaming().items():
+        setattr(cuda, name, found)
+    for name, found in _compiled(core).items():
+        setattr(torch._C, name, found)
+    cuda.nccl.version = lambda: (2, 28, 0)
+    cuda.empty_cache = lambda: None
+    torch.backends.cudnn.is_acceptable = lambda tensor: False  # it warns of every build without cuDNN
+    _let_storages_move(core)
+
+
+def index_of(core: ModuleType, device: Any = None) -> int:
+    """Return the index that a caller of `torch.cuda` means; None and -1 are the current device."""
+    if device is None:
+        return core.current_device()
+    if not isinstance(device, int):
+        device = torch.device(device).index
+    return core.current_device() if device is None or device < 0 else device
+
+
+def _counting(core: ModuleType) -> dict[str, Any]:
+    def is_available() -> bool:
+        # without this variable torch asks the driver, after which a forked process has no devices
+        if core.num_devices() and os.environ.get("PYTORCH_NVML_BASED_CUDA_CHECK") != "1":
+            core.claim()
+        return core.num_devices() > 0
+
+    def exchange(index: int) -> int:
+        before = core.current_device()
+        core.set_device(index)
+        return before
+
+    return {
+        "is_available": is_available,
+        "is_initialized": core.is_started_here,
+        "_is_in_bad_fork": core.is_started_elsewhere,
+        "_lazy_init": lambda: setattr(torch.cuda, "_initialized", True),
+        "device_count": core.num_devices,
+        "current_device": core.current_device,
+        "set_device": lambda device: core.set_device(index_of(core, device)),
+        "_exchange_device": exchange,
+        "_maybe_exchange_device": exchange,
+        "synchronize": lambda device=None: core.synchronize(index_of(core, device)),
+    }
+
+
+def _describing(core: ModuleType) -> dict[str, Any]:
+    def properties(device: Any = None) -> SimpleNamespace:
+        physical = core.visible_devices()[index_of(core, device)]
+        return SimpleNamespace(
+            name="Simulated GPU",
+            total_memory=core.most_bytes(),
+            major=9,
+            minor=0,
+            multi_processor_count=1,
+            uuid=core.uuid_of(physical).removeprefix("GPU-"),
+        )
+
+    return {
+        "get_device_name": lambda device=None: "Simulated GPU",
+        "get_device_capability": lambda device=None: (9, 0),
+        "get_device_properties": properties,
+    }
+
+
+def _drawing(core: ModuleType) -> dict[str, Any]:
+    class Generators(Sequence):
+        """A generator for each visible device, whose number is known when somebody asks."""
+
+        def __len__(self) -> int:
+            return core.num_devices()
+
+        def __getitem__(self, index: int) -> torch.Generator:
+            if not 0 <= index < len(self):
+                raise IndexError(index)
+            return core.default_generator(index)
+
+    def of(device: Any) -> torch.Generator:
+        return core.default_generator(index_of(core, device))
+
+    generators = Generators()
+    return {
+        "default_generators": generators,
+        "get_rng_state": lambda device="cuda": of(device).get_state(),
+        "set_rng_state": lambda state, device="cuda": of(device).set_state(state),
+        "manual_seed": lambda seed: of(None).manual_seed(int(seed)) and None,
+        "manual_seed_all": lambda seed: [one.manual_seed(int(seed)) for one in generators] and None,
+        "initial_seed": lambda: of(None).initial_seed(),
+    }
+
+
+def _measuring(core: ModuleType) -> dict[str, Any]:
+    def free_and_total(device: Any = None) -> tuple[int, int]:
+        return core.most_bytes() - core.live_bytes(index_of(core, device)), core.most_bytes()
+
+    return {
+        "memory_allocated": lambda device=None: core.live_bytes(index_of(core, device)),
+        "memory_reserved": lambda device=None: core.live_bytes(index_of(core, device)),
+        "max_memory_allocated": lambda device=None: core.peak_bytes(index_of(core, device)),
+        "max_memory_reserved": lambda device=None: core.peak_bytes(index_of(core, device)),
+        "reset_peak_memory_stats": lambda device=None: core.reset_peak(index_of(core, device)),
+        "mem_get_info": free_and_total,
+    }
+
+
+def _streaming() -> dict[str, Any]:
+    class Stream(torch.Stream):
+        """A stream whose work nobody sees before they have waited for it."""
+
+        def __new__(cls, device: Any = None, priority: int = 0, **more: Any) -> "Stream":
+            if {"stream_id", "device_index"} <= more.keys():
+                return torch.Stream.__new__(cls, **more)
+            found = torch.device("cuda" if device is None else device)
+            return torch.Stream.__new__(cls, device=found, priority=priority)
+
+    class Event(torch.Event):
+        """A point in a stream's work."""
+
+        def __new__(cls, enable_timing: bool = False, blocking: bool = False, **unused: Any) -> "Event":
+            return torch.Event.__new__(cls, device="cuda", enable_timing=enable_timing, blocking=blocking)
+
+        def record(self, stream: torch.Stream | None = None) -> None:
+            super().record(torch.accelerator.current_stream() if stream is None else stream)
+
+    def stream(wanted: torch.Stream | None) -> Any:
+        return contextlib.nullcontext() if wanted is None else wanted
+
+    return {
+        "Stream": Stream,
+        "Event": Event,
+        "stream": stream,
+        "set_stream": torch.accelerator.set_stream,
+        "current_stream": lambda device=None: torch.accelerator.current_stream(device),
+        "default_stream": lambda device=None: Stream(
+            stream_id=0, device_index=torch.accelerator.current_stream(device).device_index, device_type=1
+        ),
+        "is_current_stream_capturing": lambda: False,
+    }
+
+
+def _compiled(core: ModuleType) -> dict[str, Any]:
+    def broadcast(tensors: Sequence[Tensor], devices: Sequence[int], _: int) -> list[list[Tensor]]:
+        return [[tensor.to(f"cuda:{index}") for tensor in tensors] for index in devices]
+
+    def scatter(tensor: Tensor, devices: Sequence[int], sizes: Any, dim: int, _: Any) -> tuple[Tensor, ...]:
+        parts = tensor.chunk(len(devices), dim) if sizes is None else tensor.split(sizes, dim)
+        return tuple(part.to(f"cuda:{index}") for part, index in zip(parts, devices, strict=False))
+
+    def gather(tensors: Sequence[Tensor], dim: int, index: int | None) -> Tensor:
+        device = torch.device("cpu") if index == -1 else torch.device("cuda", index or 0)
+        return torch.cat([tensor.to(device) for tensor in tensors], dim)
+
+    return {
+        "_cuda_getDeviceCount": core.num_devices,
+        "_cuda_init": lambda: None,
+        "_cuda_getDevice": core.current_device,
+        "_cuda_setDevice": core.set_device,
+        "_cuda_synchronize": lambda: core.synchronize(-1),
+        "_cuda_isInBadFork": core.is_started_elsewhere,
+        "_cuda_getArchFlags": lambda: "sm_90",
+        "_cuda_getCurrentRawStream": lambda index: 0,
+        "_cuda_isCurrentStreamCapturing": lambda: False,
+        # of nn.DataParallel
+        "_broadcast_coalesced": broadcast,
+        "_scatter": scatter,
+        "_gather": gather,
+    }
+
+
+def _let_storages_move(core: ModuleType) -> None:
+    """Let untyped storages be resized and moved, which is compiled for known devices only."""
+    storage = torch.UntypedStorage
+    of_torch = storage.resize_
+
+    def bytes_of(held: torch.UntypedStorage) -> Tensor:
+        return torch.empty(0, dtype=torch.uint8, device=held.device).set_(held)
+
+    def resize(self: torch.UntypedStorage, size: int) -> Any:
+        if self.device.type != "cuda":
+            return of_torch(self, size)
+        core.resize_storage(bytes_of(self), size)
+        return self
+
+    def to(self: torch.UntypedStorage, *, device: Any, non_blocking: bool = False) -> torch.UntypedStorage:
+        wanted = torch.device(device)
+        return self if self.device == wanted else bytes_of(self).to(wanted, non_blocking).untyped_storage()
+
+    storage.resize_ = resize
+    storage.to = to
+    storage.cuda = lambda self, device=None, non_blocking=False: to(
+        self, device=torch.device("cuda", index_of(core, device)), non_blocking=non_blocking
+    )
+    storage.cpu = lambda self: to(self, device="cpu")

@@ -1,0 +1,206 @@
+// Devices: which there are, who may use them, and what torch asks of them.
+#include "devices.h"
+
+#include <ATen/detail/CUDAHooksInterface.h>
+#include <c10/core/impl/DeviceGuardImplInterface.h>
+#include <c10/util/Exception.h>
+#include <unistd.h>
+
+#include <array>
+#include <chrono>
+#include <cstdlib>
+#include <mutex>
+#include <sstream>
+
+namespace simulated {
+
+Counts counts;
+
+namespace {
+thread_local c10::DeviceIndex current = 0;
+std::atomic<pid_t> owner{0};
+std::atomic<pid_t> latest{0};  // the process that used a device last
+
+std::mutex errors_lock;
+std::array<std::string, kMostDevices> errors;
+std::atomic<bool> has_errors{false};
+
+int num_physical() {
+  const char* told = std::getenv("SIMULATED_GPUS");
+  return told ? std::min<int>(std::atoi(told), kMostDevices) : 0;
+}
+
+bool may_fork() { return std::getenv("SIMULATED_GPUS_FORK") != nullptr; }
+}  // namespace
+
+std::string uuid_of(int physical) {
+  std::ostringstream text;
+  text << "GPU-5157a7ed-0000-0000-0000-" << std::string(10, '0') << (physical < 10 ? "0" : "") << physical;
+  return text.str();
+}
+
+std::vector<int> visible_devices() {
+  std::vector<int> found;
+  const int all = num_physical();
+  const char* told = std::getenv("CUDA_VISIBLE_DEVICES");
+  if (told == nullptr) {
+    for (int i = 0; i < all; ++i) found.push_back(i);
+    return found;
+  }
+  std::stringstream words{std::string(told)};
+  for (std::string word; std::getline(words, word, ',');) {
+    int position = -1;
+    for (int i = 0; i < all; ++i)
+      if (word == std::to_string(i) || (word.size() > 4 && uuid_of(i).rfind(word, 0) == 0)) position = i;
+    if (position < 0) break;  // CUDA takes those before the first that it does not know
+    found.push_back(position);
+  }
+  return found;
+}
+
+c10::DeviceIndex num_devices() { return static_cast<c10::DeviceIndex>(visible_devices().size()); }
+
+c10::DeviceIndex current_device() { return current; }
+
+void set_current_device(int index) {
+  if (index < 0 || index == current) return;
+  TORCH_CHECK(index < num_devices(), "CUDA error: invalid device ordinal");
+  current = static_cast<c10::DeviceIndex>(index);
+}
+
+c10::DeviceIndex index_of(int index) { return index < 0 ? current : static_cast<c10::DeviceIndex>(index); }
+
+void claim() {
+  const pid_t here = getpid();
+  pid_t none = 0;
+  if (owner.compare_exchange_strong(none, here) || may_fork()) return;
+  TORCH_CHECK(
+      owner == here,
+      "Cannot re-initialize CUDA in forked subprocess. To use CUDA with multiprocessing, you must use the 'spawn' "
+      "start method");
+}
+
+void start() {
+  if (latest == getpid()) return;
+  claim();
+  latest = getpid();
+}
+
+bool is_started_here() { return latest == getpid(); }
+bool is_started_elsewhere() { return owner != 0 && owner != getpid() && !may_fork(); }
+
+void break_device(int index, const std::string& error) {
+  std::lock_guard<std::mutex> held(errors_lock);
+  errors.at(index_of(index)) = error;
+  has_errors = true;
+}
+
+void check_health(int index) {
+  if (!has_errors) return;
+  std::lock_guard<std::mutex> held(errors_lock);
+  const auto& error = errors.at(index_of(index));
+  if (error.empty()) return;
+  constexpr int32_t kIllegalAddress = 700;
+  throw c10::AcceleratorError({__func__, __FILE__, static_cast<uint32_t>(__LINE__)}, kIllegalAddress, "CUDA error: " + error);
+}
+
+namespace {
+struct Guard final : c10::impl::DeviceGuardImplInterface {
+  static constexpr c10::DeviceType static_type = kType;
+
+  c10::DeviceType type() const override { return kType; }
+  c10::Device getDevice() const override { return {kType, current}; }
+  c10::DeviceIndex deviceCount() const noexcept override { return num_devices(); }
+  void setDevice(c10::Device device) const override { set_current_device(device.index()); }
+  void uncheckedSetDevice(c10::Device device) const noexcept override {
+    if (device.index() >= 0) current = device.index();
+  }
+  c10::Device exchangeDevice(c10::Device device) const override {
+    const auto before = getDevice();
+    setDevice(device);
+    return before;
+  }
+
+  c10::Stream getStream(c10::Device device) const override { return current_stream(device.index()); }
+  c10::Stream getDefaultStream(c10::Device device) const override {
+    return c10::Stream(c10::Stream::DEFAULT, {kType, index_of(device.index())});
+  }
+  c10::Stream getNewStream(c10::Device device, int = 0) const override { return new_stream(device.index()); }
+  c10::Stream getStreamFromGlobalPool(c10::Device device, bool = false) const override {
+    return new_stream(device.index());
+  }
+  c10::Stream exchangeStream(c10::Stream stream) const override { return exchange_stream(stream); }
+  bool queryStream(const c10::Stream& stream) const override {
+    host_wait(stream);  // it happens to have ended
+    return true;
+  }
+  void synchronizeStream(const c10::Stream& stream) const override {
+    ++counts.waits;
+    host_wait(stream);
+  }
+  void synchronizeDevice(const c10::DeviceIndex index) const override {
+    ++counts.waits;
+    host_wait_for_device(index);
+  }
+
+  void record(void** event, const c10::Stream& stream, const c10::DeviceIndex, const c10::EventFlag) const override {
+    if (*event == nullptr) *event = new Mark;
+    *static_cast<Mark*>(*event) = mark_of(stream);
+  }
+  void block(void* event, const c10::Stream& stream) const override {
+    if (event != nullptr) make_wait(stream, *static_cast<Mark*>(event));
+  }
+  bool queryEvent(void* event) const override {
+    if (event != nullptr) host_wait(*static_cast<Mark*>(event));
+    return true;
+  }
+  void synchronizeEvent(void* event) const override {
+    ++counts.waits;
+    if (event != nullptr) host_wait(*static_cast<Mark*>(event));
+  }
+  void destroyEvent(void* event, const c10::DeviceIndex) const noexcept override { delete static_cast<Mark*>(event); }
+  double elapsedTime(void* first, void* last, const c10::DeviceIndex) const override {
+    return static_cast<Mark*>(last)->milliseconds - static_cast<Mark*>(first)->milliseconds;
+  }
+};
+C10_REGISTER_GUARD_IMPL(CUDA, Guard);
+}  // namespace
+
+// torch asks for its hooks before an extension can be loaded, and keeps them; see module.cpp
+struct Hooks final : at::CUDAHooksInterface {
+  explicit Hooks(at::CUDAHooksArgs) {}
+  void init() const override {}
+  bool isBuilt() const override { return true; }
+  bool isAvailable() const override { return num_devices() > 0; }
+  bool hasCUDA() const override { return num_devices() > 0; }
+  bool hasCUDART() const override { return true; }
+  int getNumGPUs() const override { return num_devices(); }
+  bool hasPrimaryContext(c10::DeviceIndex) const override { return true; }
+  void deviceSynchronize(c10::DeviceIndex index) const override {
+    ++counts.waits;
+    host_wait_for_device(index);
+  }
+  const at::Generator& getDefaultGenerator(c10::DeviceIndex index) const override { return default_generator(index); }
+  at::Generator getNewGenerator(c10::DeviceIndex index = -1) const override { return new_generator(index); }
+  c10::Allocator* getPinnedMemoryAllocator() const override { return pinned_allocator(); }
+  c10::Allocator* getCUDADeviceAllocator() const override { return device_allocator(); }
+  bool isPinnedPtr(const void* address) const override { return is_pinned(address); }
+  c10::Device getDeviceFromPtr(void*) const override { return {kType, current}; }
+  c10::DeviceIndex deviceCount() const override { return num_devices(); }
+  c10::DeviceIndex current_device() const override { return current; }
+  c10::DeviceIndex getCurrentDevice() const override { return current; }
+  void setCurrentDevice(c10::DeviceIndex index) const override { set_current_device(index); }
+  c10::DeviceIndex exchangeDevice(c10::DeviceIndex index) const override {
+    const auto before = current;
+    set_current_device(index);
+    return before;
+  }
+  c10::DeviceIndex maybeExchangeDevice(c10::DeviceIndex index) const override { return exchangeDevice(index); }
+};
+
+const at::CUDAHooksInterface& hooks() {
+  static Hooks one{at::CUDAHooksArgs{}};
+  return one;
+}
+
+}  // namespace simulated

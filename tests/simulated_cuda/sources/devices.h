@@ -1,0 +1,123 @@
+// Simulated CUDA devices: the host's memory under CUDA's rules. What every other file here uses.
+#pragma once
+
+#include <ATen/ATen.h>
+#include <c10/core/DeviceGuard.h>
+#include <c10/core/Stream.h>
+#include <torch/library.h>
+
+#include <atomic>
+#include <cstdint>
+#include <functional>
+#include <optional>
+#include <string>
+#include <vector>
+
+namespace simulated {
+
+constexpr auto kType = c10::DeviceType::CUDA;
+constexpr auto kKey = c10::DispatchKey::CUDA;
+constexpr size_t kMostDevices = 64;
+constexpr int kPoison = 0xff;  // NaN of every floating type: memory that nobody has written, or nobody may read yet
+
+// Numbers since the last reset, over all devices of this process.
+struct Counts {
+  std::atomic<int64_t> reads{0};      // scalars read, such as by `item()`
+  std::atomic<int64_t> to_host{0};    // copies from a device
+  std::atomic<int64_t> to_device{0};  // copies to a device
+  std::atomic<int64_t> waits{0};      // times that the host waited for a device, reads and blocking copies included
+  std::atomic<int64_t> kernels{0};
+};
+extern Counts counts;
+
+// -- devices (devices.cpp)
+
+// Physical devices that `CUDA_VISIBLE_DEVICES` leaves of `SIMULATED_GPUS`, in its order.
+std::vector<int> visible_devices();
+c10::DeviceIndex num_devices();
+std::string uuid_of(int physical);
+
+c10::DeviceIndex current_device();
+void set_current_device(int index);
+c10::DeviceIndex index_of(int index);  // -1 is the current one
+
+// A process that asks for the number of devices owns them: children that are forked later have none.
+void claim();
+void start();
+bool is_started_here();
+bool is_started_elsewhere();
+
+// A device that fails fails from then on, as one that has met an illegal memory access does.
+void break_device(int index, const std::string& error);
+void check_health(int index);
+
+// -- memory (memory.cpp)
+
+c10::Allocator* device_allocator();
+c10::Allocator* pinned_allocator();
+bool is_pinned(const void* address);
+int64_t live_bytes(int index);
+int64_t peak_bytes(int index);
+int64_t most_bytes();  // of each device
+void reset_peak(int index);
+
+// -- random numbers (generators.cpp)
+
+at::Generator& default_generator(int index);
+at::Generator new_generator(int index);
+// Return a generator of the CPU for one draw, and advance the device's.
+at::Generator next_draw(const at::Generator& generator);
+
+// -- streams (streams.cpp)
+
+using Task = std::function<void()>;
+
+c10::Stream current_stream(int index);
+c10::Stream exchange_stream(c10::Stream stream);
+c10::Stream new_stream(int index);
+
+// Run when the stream gets its next kernel, or when somebody waits for it: a copy to the device.
+void enqueue(const c10::Stream& stream, Task task);
+// Run when the host waits for it: a copy from the device.
+void enqueue_for_host(const c10::Stream& stream, Task task);
+
+// A point in a stream's work.
+struct Mark {
+  c10::DeviceIndex device = 0;
+  c10::StreamId stream = 0;
+  uint64_t ticket = 0;
+  double milliseconds = 0;
+};
+Mark mark_of(const c10::Stream& stream);
+void make_wait(const c10::Stream& stream, const Mark& mark);
+void host_wait(const Mark& mark);
+void host_wait(const c10::Stream& stream);
+void host_wait_for_device(int index);
+
+// A kernel on the current stream of each device that it uses. Of a stream that is not the default one, nobody else sees
+// the results until they have waited for it: the memory holds NaN meanwhile.
+class Launch {
+ public:
+  explicit Launch(const std::vector<c10::Device>& devices);
+  ~Launch();
+  Launch(const Launch&) = delete;
+  Launch& operator=(const Launch&) = delete;
+  void wrote(const at::Tensor& tensor);
+
+ private:
+  bool is_outermost_;
+  std::vector<c10::Stream> streams_;
+  std::vector<at::Tensor> written_;
+};
+// Return whether this thread is inside of a kernel, whose own copies do not count.
+bool in_kernel();
+
+// -- tensors (kernels.cpp)
+
+// Return a CPU tensor over the same memory. A kernel may resize it, and it has memory of its own then.
+at::Tensor on_host(const at::Tensor& tensor);
+std::optional<at::Tensor> on_host(const std::optional<at::Tensor>& tensor);
+at::Tensor on_device(const at::Tensor& host, c10::Device device);
+void resize_storage(const at::Tensor& tensor, int64_t num_bytes);
+
+}  // namespace simulated

@@ -1,0 +1,397 @@
+// Kernels: the CPU's, on the same memory, after the rules of CUDA have been checked.
+#include "devices.h"
+
+#include <ATen/EmptyTensor.h>
+#include <ATen/native/Copy.h>
+#include <ATen/native/DispatchStub.h>
+#include <ATen/native/Resize.h>
+#include <ATen/native/TensorIterator.h>
+#include <ATen/native/transformers/sdp_utils_cpp.h>
+#include <ATen/ops/_reshape_alias_native.h>
+#include <ATen/ops/as_strided_native.h>
+#include <ATen/ops/resize_native.h>
+#include <ATen/ops/set_native.h>
+#include <ATen/ops/unfold_native.h>
+#include <ATen/ops/view_as_complex_native.h>
+#include <ATen/ops/view_as_real_native.h>
+#include <ATen/ops/view_native.h>
+
+#include <mutex>
+#include <set>
+
+namespace simulated {
+
+at::Tensor on_host(const at::Tensor& tensor) {
+  if (!tensor.defined() || tensor.device().type() != kType) return tensor;
+  const auto options = tensor.options().device(at::kCPU).requires_grad(false);
+  if (tensor.numel() == 0) return at::empty_strided(tensor.sizes(), tensor.strides(), options);
+  auto* kept = new at::Tensor(tensor);
+  c10::DataPtr data(tensor.data_ptr(), kept, [](void* one) { delete static_cast<at::Tensor*>(one); }, at::kCPU);
+  const auto num_bytes = at::detail::computeStorageNbytes(tensor.sizes(), tensor.strides(), tensor.element_size());
+  at::Storage storage(c10::make_intrusive<c10::StorageImpl>(
+      c10::StorageImpl::use_byte_size_t(), num_bytes, std::move(data), c10::GetCPUAllocator(), true));
+  return at::empty({0}, options).set_(storage, 0, tensor.sizes(), tensor.strides());
+}
+
+std::optional<at::Tensor> on_host(const std::optional<at::Tensor>& tensor) {
+  return tensor ? std::optional<at::Tensor>(on_host(*tensor)) : std::nullopt;
+}
+
+namespace {
+at::Tensor empty(
+    c10::IntArrayRef size, std::optional<at::ScalarType> dtype, std::optional<at::Layout>,
+    std::optional<at::Device> device, std::optional<bool>, std::optional<at::MemoryFormat> format) {
+  c10::OptionalDeviceGuard guard(device);
+  return at::detail::empty_generic(
+      size, device_allocator(), c10::DispatchKeySet(kKey), c10::dtype_or_default(dtype), format);
+}
+
+at::Tensor empty_strided(
+    c10::IntArrayRef size, c10::IntArrayRef stride, std::optional<at::ScalarType> dtype, std::optional<at::Layout>,
+    std::optional<at::Device> device, std::optional<bool>) {
+  c10::OptionalDeviceGuard guard(device);
+  return at::detail::empty_strided_generic(
+      size, stride, device_allocator(), c10::DispatchKeySet(kKey), c10::dtype_or_default(dtype));
+}
+
+std::vector<c10::Device> devices_of(const at::Tensor& one, const at::Tensor& other) {
+  std::vector<c10::Device> found;
+  for (const auto& tensor : {one, other})
+    if (tensor.device().type() == kType) found.push_back(tensor.device());
+  return found;
+}
+
+void copy_memory(const at::Tensor& to, const at::Tensor& from, bool non_blocking) {
+  if (in_kernel()) {
+    on_host(to).copy_(on_host(from));
+    return;
+  }
+  const bool is_to_device = to.device().type() == kType;
+  const bool crosses = from.device().type() != to.device().type();
+  if (!crosses) {
+    Launch launch(devices_of(to, from));
+    on_host(to).copy_(on_host(from));
+    launch.wrote(to);
+    return;
+  }
+  ++(is_to_device ? counts.to_device : counts.to_host);
+  const auto device = is_to_device ? to.device() : from.device();
+  const auto stream = current_stream(device.index());
+  const bool is_late = non_blocking && is_pinned((is_to_device ? from : to).const_data_ptr());
+  if (!is_to_device) {
+    at::Tensor value;
+    {
+      Launch launch({device});
+      value = on_host(from).clone();
+    }
+    // what the device holds now reaches the host when somebody waits; until then the host sees what was there
+    enqueue_for_host(stream, [to, value] { to.copy_(value); });
+    if (is_late) return;
+    ++counts.waits;
+    host_wait(stream);
+    return;
+  }
+  if (is_late) {  // read when the stream comes to it: whoever writes into the host's memory before is seen
+    start();
+    check_health(device.index());
+    enqueue(stream, [to, from] { on_host(to).copy_(from); });
+    return;
+  }
+  Launch launch({device});
+  on_host(to).copy_(from);
+  launch.wrote(to);
+}
+
+at::Tensor copy_from(const at::Tensor& from, const at::Tensor& to, bool non_blocking) {
+  copy_memory(to, from, non_blocking);
+  return to;
+}
+
+at::Tensor copy_from_and_resize(const at::Tensor& from, const at::Tensor& to) {
+  to.resize_(from.sizes());
+  return copy_from(from, to, false);
+}
+
+at::Scalar read_scalar(const at::Tensor& tensor) {
+  if (in_kernel()) return on_host(tensor).item();
+  ++counts.reads;
+  ++counts.waits;
+  host_wait(current_stream(tensor.device().index()));
+  return on_host(tensor).item();
+}
+
+at::Tensor view(const at::Tensor& tensor, c10::SymIntArrayRef size) {
+  return at::native::view(tensor, C10_AS_INTARRAYREF_SLOW(size));
+}
+
+at::Tensor as_strided(
+    const at::Tensor& tensor, c10::SymIntArrayRef size, c10::SymIntArrayRef stride, std::optional<c10::SymInt> offset) {
+  return at::native::as_strided_tensorimpl(
+      tensor, C10_AS_INTARRAYREF_SLOW(size), C10_AS_INTARRAYREF_SLOW(stride),
+      offset ? std::optional<int64_t>(offset->expect_int()) : std::nullopt);
+}
+
+const at::Tensor& resize(const at::Tensor& tensor, c10::SymIntArrayRef size, std::optional<at::MemoryFormat> format) {
+  c10::DeviceGuard guard(tensor.device());
+  return at::native::resize_(tensor, C10_AS_INTARRAYREF_SLOW(size), format);
+}
+
+at::Tensor& set_storage(
+    at::Tensor& tensor, at::Storage storage, c10::SymInt offset, c10::SymIntArrayRef size, c10::SymIntArrayRef stride) {
+  return at::native::set_storage_cpu_(
+      tensor, storage, offset.expect_int(), C10_AS_INTARRAYREF_SLOW(size), C10_AS_INTARRAYREF_SLOW(stride));
+}
+
+at::Tensor& set_source(at::Tensor& tensor, at::Storage storage) {
+  const auto count = static_cast<int64_t>(storage.nbytes() / tensor.element_size());
+  return at::native::set_storage_cpu_(tensor, storage, 0, {count}, {});
+}
+
+at::Tensor& set_tensor(at::Tensor& tensor, const at::Tensor& source) {
+  return at::native::set_storage_cpu_(
+      tensor, source.storage(), source.storage_offset(), source.sizes(), source.strides());
+}
+
+at::Tensor convolution(
+    const at::Tensor& input, const at::Tensor& weight, const std::optional<at::Tensor>& bias, c10::SymIntArrayRef stride,
+    c10::SymIntArrayRef padding, c10::SymIntArrayRef dilation, bool is_transposed, c10::SymIntArrayRef output_padding,
+    c10::SymInt groups) {
+  Launch launch({input.device()});
+  auto found = at::convolution_symint(
+      on_host(input), on_host(weight), on_host(bias), stride, padding, dilation, is_transposed, output_padding, groups);
+  auto result = on_device(found, input.device());
+  launch.wrote(result);
+  return result;
+}
+
+std::tuple<at::Tensor, at::Tensor, at::Tensor> convolution_backward(
+    const at::Tensor& gradient, const at::Tensor& input, const at::Tensor& weight, c10::SymIntArrayRef stride,
+    c10::SymIntArrayRef padding, c10::SymIntArrayRef dilation, bool is_transposed, c10::SymIntArrayRef output_padding,
+    c10::SymInt groups, std::array<bool, 3> mask) {
+  Launch launch({input.device()});
+  const std::vector<c10::SymInt> bias{weight.sym_size(is_transposed ? 1 : 0) * (is_transposed ? groups : c10::SymInt(1))};
+  auto [of_input, of_weight, of_bias] = at::convolution_backward_symint(
+      on_host(gradient), on_host(input), on_host(weight), c10::SymIntArrayRef(bias), stride, padding, dilation,
+      is_transposed, output_padding, groups, mask);
+  std::tuple<at::Tensor, at::Tensor, at::Tensor> result{
+      on_device(of_input, input.device()), on_device(of_weight, input.device()), on_device(of_bias, input.device())};
+  launch.wrote(std::get<0>(result));
+  launch.wrote(std::get<1>(result));
+  launch.wrote(std::get<2>(result));
+  return result;
+}
+
+int64_t attention_by_math(
+    const at::Tensor&, const at::Tensor&, const at::Tensor&, const std::optional<at::Tensor>&, double, bool,
+    std::optional<double>, bool) {
+  return static_cast<int64_t>(sdp::SDPBackend::math);
+}
+
+// -- every other kernel
+
+// They take indices of the host, or copy from there.
+const std::set<std::string> kMayMix = {"aten::index",          "aten::index_put", "aten::index_put_",
+                                       "aten::_index_put_impl_", "aten::copy_",     "aten::_to_copy",
+                                       "aten::set_"};
+
+template <typename Seen>
+void for_each_tensor(const c10::IValue& value, Seen seen) {
+  if (value.isTensor()) {
+    seen(value.toTensor());
+  } else if (value.isTensorList()) {
+    for (const at::Tensor& one : value.toTensorVector()) seen(one);
+  } else if (value.isOptionalTensorList()) {
+    for (const auto& one : value.toOptionalTensorVector())
+      if (one) seen(*one);
+  }
+}
+
+// The device of a kernel's tensors; tensors of the host without dimensions may be among them.
+std::optional<c10::Device> device_of(const std::vector<c10::IValue>& arguments, const std::string& name, bool may_mix) {
+  std::optional<c10::Device> device;
+  std::optional<c10::Device> other;
+  for (const auto& argument : arguments)
+    for_each_tensor(argument, [&](const at::Tensor& tensor) {
+      if (!tensor.defined()) return;
+      if (tensor.device().type() != kType) {
+        if (tensor.dim() > 0) other = tensor.device();
+      } else if (device && *device != tensor.device()) {
+        other = tensor.device();
+      } else {
+        device = tensor.device();
+      }
+    });
+  TORCH_CHECK(
+      may_mix || !device || !other, "Expected all tensors to be on the same device, but found ", *device, " and ",
+      *other, " (", name, ")");
+  return device;
+}
+
+c10::IValue as_on_host(const c10::IValue& value) {
+  if (value.isTensor()) return on_host(value.toTensor());
+  if (value.isTensorList()) {
+    auto all = value.toTensorVector();
+    for (auto& one : all) one = on_host(one);
+    return all;
+  }
+  if (value.isOptionalTensorList()) {
+    c10::List<std::optional<at::Tensor>> all;
+    for (const auto& one : value.toOptionalTensorVector()) all.push_back(on_host(one));
+    return all;
+  }
+  if (value.isDevice()) return c10::Device(at::kCPU);
+  return value;
+}
+
+// The CPU's default generator, seeded as the device's for as long as this lives: for kernels that take no generator.
+class LentGenerator {
+ public:
+  explicit LentGenerator(const at::Generator& of_device) : own_(at::detail::getDefaultCPUGenerator()) {
+    kept_ = own_.unsafeGetGeneratorImpl()->get_state();
+    own_.unsafeGetGeneratorImpl()->set_state(*next_draw(of_device).unsafeGetGeneratorImpl()->get_state());
+  }
+  ~LentGenerator() { own_.unsafeGetGeneratorImpl()->set_state(*kept_); }
+  LentGenerator(const LentGenerator&) = delete;
+  LentGenerator& operator=(const LentGenerator&) = delete;
+
+ private:
+  at::Generator own_;
+  c10::intrusive_ptr<c10::TensorImpl> kept_;
+};
+
+// Give back what a kernel changed or resized: the argument itself, with the values that are elsewhere now.
+c10::IValue as_given(const c10::IValue& given, const c10::IValue& returned) {
+  if (!given.isTensor() || !returned.isTensor()) return given;
+  auto tensor = given.toTensor();
+  const auto& value = returned.toTensor();
+  if (tensor.sizes() != value.sizes()) tensor.resize_(value.sizes());
+  if (value.numel() > 0 && tensor.data_ptr() != value.data_ptr()) on_host(tensor).copy_(value);
+  return given;
+}
+
+bool is_written(const c10::Argument& argument) {
+  const auto* alias = argument.alias_info();
+  if (alias == nullptr) return false;
+  const auto& of_elements = alias->containedTypes();  // those of a list
+  return alias->isWrite() ||
+      std::any_of(of_elements.begin(), of_elements.end(), [](const auto& one) { return one.isWrite(); });
+}
+
+void run_on_host(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
+  const auto& schema = op.schema();
+  const auto num_arguments = schema.arguments().size();
+  const auto begin = stack->size() - num_arguments;
+  const std::vector<c10::IValue> given(stack->begin() + begin, stack->end());
+  const auto name = schema.name() + (schema.overload_name().empty() ? "" : "." + schema.overload_name());
+  auto device = device_of(given, name, kMayMix.count(schema.name()) > 0);
+  for (const auto& argument : given)
+    if (!device && argument.isDevice()) device = argument.toDevice();
+  if (!device || device->index() < 0) device = c10::Device(kType, current_device());
+
+  static std::recursive_mutex drawing;  // the numbers of a draw are one device's
+  std::unique_lock<std::recursive_mutex> held(drawing, std::defer_lock);
+  bool takes_generator = false;
+  for (size_t i = 0; i < num_arguments; ++i) {
+    auto& value = (*stack)[begin + i];
+    if (schema.arguments()[i].type()->str().find("Generator") == std::string::npos) {
+      continue;
+    }
+    takes_generator = true;
+    const auto generator = value.isNone() ? default_generator(device->index()) : value.toGenerator();
+    TORCH_CHECK(
+        generator.device().type() == kType, "Expected a 'cuda' device type for generator but found ",
+        generator.device(), " (", name, ")");
+    if (!held.owns_lock()) held.lock();
+    value = next_draw(generator);
+  }
+  std::optional<LentGenerator> lent;
+  if (!takes_generator && op.hasTag(at::Tag::nondeterministic_seeded)) {
+    held.lock();
+    lent.emplace(default_generator(device->index()));
+  }
+
+  Launch launch({*device});
+  for (size_t i = 0; i < num_arguments; ++i)
+    if (!(*stack)[begin + i].isGenerator()) (*stack)[begin + i] = as_on_host(given[i]);
+  op.redispatchBoxed(c10::DispatchKeySet(c10::DispatchKey::CPU), stack);
+
+  const auto first = stack->size() - schema.returns().size();
+  for (size_t i = 0; i < schema.returns().size(); ++i) {
+    auto& value = (*stack)[first + i];
+    const auto* alias = schema.returns()[i].alias_info();
+    if (alias == nullptr) {
+      if (value.isTensor()) {
+        value = on_device(value.toTensor(), *device);
+      } else if (value.isTensorList()) {
+        auto all = value.toTensorVector();
+        for (auto& one : all) one = on_device(one, *device);
+        value = all;
+      }
+      for_each_tensor(value, [&](const at::Tensor& tensor) { launch.wrote(tensor); });
+      continue;
+    }
+    TORCH_CHECK(alias->isWrite(), "the simulation has no kernel for the view ", name);
+    for (size_t j = 0; j < num_arguments; ++j) {
+      const auto* of_argument = schema.arguments()[j].alias_info();
+      if (of_argument == nullptr || of_argument->beforeSets() != alias->beforeSets()) continue;
+      value = as_given(given[j], value);
+      break;
+    }
+  }
+  for (size_t j = 0; j < num_arguments; ++j)
+    if (is_written(schema.arguments()[j]))
+      for_each_tensor(given[j], [&](const at::Tensor& tensor) { launch.wrote(tensor); });
+}
+
+// what `copy_` calls for CUDA tensors, without the dispatcher
+void copy_of_iterator(at::TensorIterator& iterator, bool non_blocking) {
+  copy_memory(iterator.tensor(0), iterator.tensor(1), non_blocking);
+}
+}  // namespace
+
+at::Tensor on_device(const at::Tensor& host, c10::Device device) {
+  if (!host.defined()) return host;
+  Launch launch({device});  // within another kernel in all cases but that of a collective
+  auto result = at::empty_strided(host.sizes(), host.strides(), host.options().device(device));
+  if (host.numel() > 0) on_host(result).copy_(host);
+  launch.wrote(result);
+  return result;
+}
+
+void resize_storage(const at::Tensor& tensor, int64_t num_bytes) {
+  c10::DeviceGuard guard(tensor.device());
+  at::native::resize_bytes_cpu(tensor.storage().unsafeGetStorageImpl(), num_bytes);
+}
+
+void register_copies() { at::native::copy_stub.set_cuda_dispatch_ptr(&copy_of_iterator); }
+
+TORCH_LIBRARY_IMPL(_, CUDA, library) { library.fallback(torch::CppFunction::makeFromBoxedFunction<&run_on_host>()); }
+
+TORCH_LIBRARY_IMPL(aten, CUDA, library) {
+  library.impl("empty.memory_format", empty);
+  library.impl("empty_strided", empty_strided);
+  library.impl("_copy_from", copy_from);
+  library.impl("_copy_from_and_resize", copy_from_and_resize);
+  library.impl("_local_scalar_dense", read_scalar);
+  library.impl("view", view);
+  library.impl("as_strided", as_strided);
+  library.impl("resize_", resize);
+  library.impl("set_.source_Storage_storage_offset", set_storage);
+  library.impl("set_.source_Storage", set_source);
+  library.impl("set_.source_Tensor", set_tensor);
+  library.impl("convolution_overrideable", convolution);
+  library.impl("convolution_backward_overrideable", convolution_backward);
+  library.impl("_fused_sdp_choice", attention_by_math);
+  library.impl("record_stream", [](at::Tensor&, c10::Stream) {});
+  library.impl("is_pinned", [](const at::Tensor&, std::optional<at::Device>) { return false; });
+  library.impl("view_as_complex", [](const at::Tensor& tensor) { return at::native::view_as_complex(tensor); });
+  library.impl("view_as_real", [](const at::Tensor& tensor) { return at::native::view_as_real(tensor); });
+  library.impl("unfold", [](const at::Tensor& tensor, int64_t dimension, int64_t size, int64_t step) {
+    return at::native::unfold(tensor, dimension, size, step);
+  });
+  library.impl("_reshape_alias", [](const at::Tensor& tensor, c10::IntArrayRef size, c10::IntArrayRef stride) {
+    return at::native::_reshape_alias(tensor, size, stride);
+  });
+}
+
+}  // namespace simulated

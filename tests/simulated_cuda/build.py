@@ -10,7 +10,6 @@ from pathlib import Path
 
 import torch
 from filelock import FileLock
-from torch.utils.cpp_extension import include_paths, library_paths
 
 HERE = Path(__file__).parent
 SOURCES = sorted((HERE / "sources").glob("*.cpp"))
@@ -68,7 +67,8 @@ def _core(cache: Path) -> Path:
                 _run(*_flags(), "-x", "c++-header", parts / path.name)
             with ThreadPoolExecutor(2) as pool:
                 objects = list(pool.map(lambda source: _compiled(parts / source.name), SOURCES))
-            libraries = [word for path in library_paths() for word in (f"-L{path}", f"-Wl,-rpath,{path}")]
+            torch_libraries = Path(torch.__file__).with_name("lib")
+            libraries = [f"-L{torch_libraries}", f"-Wl,-rpath,{torch_libraries}"]
             linked = core.with_suffix(".part")
             _run("-shared", *objects, *libraries, "-ltorch", "-ltorch_cpu", "-ltorch_python", "-lc10", "-o", linked)
             linked.rename(core)
@@ -83,7 +83,10 @@ def _compiled(source: Path) -> Path:
 
 
 def _flags() -> list[str]:
-    includes = [f"-I{path}" for path in [*include_paths(), sysconfig.get_paths()["include"]]]
+    # not by torch.utils.cpp_extension: its import asks for devices, after which no fork of this process has any
+    headers = Path(torch.__file__).with_name("include")
+    folders = [headers, headers / "torch/csrc/api/include", sysconfig.get_paths()["include"]]
+    includes = [f"-I{path}" for path in folders]
     names = ["USE_DISTRIBUTED", "USE_C10D_GLOO", "TORCH_EXTENSION_NAME=core"]
     names.append(f"_GLIBCXX_USE_CXX11_ABI={int(torch._C._GLIBCXX_USE_CXX11_ABI)}")
     return ["-O1", "-w", "-std=c++20", "-fPIC", *(f"-D{name}" for name in names), *includes]

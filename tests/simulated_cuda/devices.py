@@ -24,9 +24,7 @@ class SimulatedDevices:
 
     def __init__(self, site: Path) -> None:
         paths = [str(site), str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
-        # as on a machine with NVIDIA's library: to ask whether there are devices starts none
-        words = ("SIMULATED_GPUS=2", f"PYTHONPATH={os.pathsep.join(paths)}", "PYTORCH_NVML_BASED_CUDA_CHECK=1")
-        self._prewarmed = Prewarmed("env", *words)
+        self._prewarmed = Prewarmed("env", "SIMULATED_GPUS=2", f"PYTHONPATH={os.pathsep.join(paths)}")
 
     def dure(self, folder: Path, *argv: object, devices: int = 2, **environment: str) -> Command:
         """Run a `dure` command to its end."""

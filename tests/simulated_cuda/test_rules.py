@@ -343,13 +343,13 @@ def test_child_forked_afterwards_has_none(folder: Path) -> None:
     assert "Cannot re-initialize CUDA in forked subprocess" in run_in_fork(lambda: torch.ones(1, device="cuda"))
 
 
-@on_devices(1, PYTORCH_NVML_BASED_CUDA_CHECK="0")
+@on_devices(1)
 def test_question_for_devices_counts_as_use_unless_nvml_is_asked(folder: Path) -> None:
     assert torch.cuda.is_available()
     assert "Cannot re-initialize CUDA" in run_in_fork(lambda: torch.ones(1, device="cuda"))
 
 
-@on_devices(1)
+@on_devices(1, PYTORCH_NVML_BASED_CUDA_CHECK="1")
 def test_question_to_nvml_is_no_use(folder: Path) -> None:
     assert torch.cuda.is_available()
     assert run_in_fork(lambda: torch.ones(1, device="cuda").item()) == "1.0"

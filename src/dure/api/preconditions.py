@@ -47,7 +47,9 @@ def check_before_start(spec: RunSpec, launched: Launched | None = None) -> None:
         from dure.torchcompat import kept_global_hooks  # imports torch
 
         with kept_global_hooks():  # ranks that are forked from here register their own hooks
-            _check_model(spec, may_fork=device == "cuda" and launched is None and reason_not_to_fork() is None)
+            # on a host with CUDA, whatever the device: a later run of this process may use it
+            has_cuda = torch.cuda.device_count() > 0
+            _check_model(spec, may_fork=has_cuda and launched is None and reason_not_to_fork() is None)
 
 
 def _check_that_task_arrives(spec: RunSpec) -> None:
@@ -76,7 +78,7 @@ def _check_model(spec: RunSpec, *, may_fork: bool) -> None:
 
     Args:
         spec: Settings.
-        may_fork: Whether to check in a forked process, because this one is to be forked into ranks that use CUDA.
+        may_fork: Whether to check in a forked process, because this one may be forked into ranks that use CUDA.
 
     Raises:
         SpecInvalid: The strategy does not support the model; the message lists all reasons.

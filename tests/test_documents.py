@@ -63,11 +63,12 @@ def test_file_when_it_is_a_pipe_or_endless_then_is_refused_at_once(tmp_path: Pat
         (b"a = " + b"[" * 20_000 + b"]" * 20_000, "nested more than 100 deep"),
         (b"a = " + b"[" * 150 + b"]" * 150, "nested more than 100 deep"),
         (b"a = " + b"1" * 5000, "cannot be read: Exceeds the limit"),
+        (b"a = [{b = 0x" + b"f" * 5000 + b"}]", "has an integer of more than 1024 bits"),
         (b"a = 1\na = 2", "is not valid TOML"),
         (b"a = '\xff'", "is not UTF-8"),
         (b"#" * (documents.MOST_TOML_BYTES + 1), "has more than 1.0 MiB"),
     ],
-    ids=range(6),
+    ids=range(7),
 )
 def test_toml_when_it_is_hostile_then_is_refused_in_words(tmp_path: Path, text: bytes, said: str) -> None:
     (tmp_path / "a.toml").write_bytes(text)

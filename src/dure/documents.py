@@ -17,6 +17,8 @@ from dure.units import format_bytes
 MOST_BYTES = 64 * 2**20
 """Maximum bytes of a JSON document."""
 MOST_TOML_BYTES = 2**20
+_MOST_INTEGER_BITS = 1024
+"""Maximum bits of an integer in TOML; no setting is as large."""
 MOST_DEPTH = 100
 """Maximum nesting of lists and objects. Python code that processes the result recurses as deeply again, several frames
 each.
@@ -55,6 +57,7 @@ def read_toml(path: Path) -> dict[str, Any]:
     except ValueError as error:  # an integer of more digits than Python reads
         raise DocumentInvalid(f"cannot be read: {error}") from None
     _check_depth(found, MOST_DEPTH)
+    _check_integers(found)
     return found
 
 
@@ -125,6 +128,14 @@ def _check_depth(value: Any, most: int) -> None:
         if depth > most and isinstance(found, dict | list):
             raise DocumentInvalid(_too_deep(most))
         waiting.extend((item, depth + 1) for item in items if isinstance(item, dict | list))
+
+
+def _check_integers(value: Any) -> None:
+    """Refuse integers that Python cannot write in decimal, which TOML may have in hexadecimal."""
+    for item in value.values() if isinstance(value, dict) else value if isinstance(value, list) else ():
+        if isinstance(item, int) and item.bit_length() > _MOST_INTEGER_BITS:
+            raise DocumentInvalid(f"has an integer of more than {_MOST_INTEGER_BITS} bits")
+        _check_integers(item)
 
 
 def _too_deep(most: int | None) -> str:

@@ -77,13 +77,18 @@ def test_bench_when_shown_then_has_the_columns_of_nccl_tests(capfd: Any, tmp_pat
 
 def test_bench_when_it_cannot_be_then_says_all_that_is_wrong_and_measures_nothing(capfd: Any, tmp_path: Path) -> None:
     line = "bench --nproc 1 --collectives allreduce --algorithms rings --dtype float8 --op min --factor 1"
-    line += " --min-bytes 9K --max-bytes 1K"
+    line += " --min-bytes 9K --max-bytes 1K --backend glo --warm-up -1"
     assert main(line.split()) == 2
     said = capfd.readouterr().err
-    assert "7 settings are invalid" in said
+    assert "9 settings are invalid" in said
+    assert "unknown backend 'glo': did you mean gloo?" in said
     assert "unknown algorithm 'rings': did you mean ring?" in said
-    assert main(["bench", "--max-bytes", "many"]) == 2
-    assert "--max-bytes is 'many' but must be a number of bytes" in capfd.readouterr().err
+    for size in ("many", "inf", "1e400", "nan"):
+        assert main(["bench", "--max-bytes", size]) == 2
+        assert f"--max-bytes is '{size}' but must be a number of bytes" in capfd.readouterr().err
+    for factor in ("nan", "inf"):
+        assert main(["bench", "--factor", factor]) == 2
+        assert f"factor is {factor} but each size" in capfd.readouterr().err
     assert main(["bench", "--nproc", "2", "--device", "cuda"]) == 3
     with pytest.raises(Misuse, match=r"has the ending \.gif: use one of"):
         check_plot(tmp_path / "p.gif")

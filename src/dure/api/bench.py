@@ -1,5 +1,6 @@
 """`dure bench` as functions: the cost of collectives on this machine, and the messages of an algorithm."""
 
+import math
 import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -24,6 +25,8 @@ from dure.spec.fields import MOST_PROCESSES
 COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "broadcast", "send_recv")
 _USUAL_ALGORITHMS = ("backend", "ring", "shm")
 _ON_CPU_ONLY = ("shm",)
+_BACKENDS = ("auto", "gloo", "nccl", "mpi", "ucc", "xccl", "dure_shm")
+"""Backends that torch knows, and dure's own; torch takes one for each type of device too, as `cpu:gloo,cuda:nccl`."""
 DTYPES = ("float32", "float64", "float16", "bfloat16", "int64")
 MOST_RANKS, MOST_ELEMENTS = 16, 64
 """Limits of `explain`: more ranks or elements make the listing unreadable."""
@@ -87,7 +90,11 @@ def check(settings: BenchSettings) -> None:
         faults.append(f"nproc is {settings.nproc} but a link has two ends: give from 2 to {MOST_PROCESSES}")
     if not 0 < settings.min_bytes <= settings.max_bytes:
         faults.append(f"sizes from {settings.min_bytes} to {settings.max_bytes} bytes: the first must be the smaller")
-    if settings.factor <= 1:
+    if any(part.rpartition(":")[2] not in _BACKENDS for part in settings.backend.split(",")):
+        faults.append(unknown_name("backend", settings.backend, ("auto", "gloo", "nccl", "cpu:dure_shm")))
+    if settings.warm_up < 0:
+        faults.append(f"warm_up is {settings.warm_up} but is a number of calls: give 0 or more")
+    if not 1 < settings.factor < math.inf:
         faults.append(
             f"factor is {settings.factor:g} but each size is that many times the one before: give more than 1"
         )

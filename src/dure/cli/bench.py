@@ -120,7 +120,7 @@ def _size(flag: str, text: str) -> int:
     number, unit = text.rstrip("kKmMgGbBi"), text.lower().rstrip("b").rstrip("i")[-1:]
     try:
         return int(float(number) * _SIZE_UNITS[unit if unit.isalpha() else ""])
-    except (ValueError, KeyError):
+    except (ValueError, OverflowError, KeyError):
         raise Misuse(f"{flag} is {text!r} but must be a number of bytes, such as 8, 4K or 256M") from None
 
 

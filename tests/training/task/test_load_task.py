@@ -70,6 +70,7 @@ def test_a_file_is_loaded_once_with_its_folder_importable(folder):
             r"Lacking lacks build_optimizer\(self, model.*loss\(self.*train_data\(self\).*: add what is missing",
         ),
         ("no_such_package.module:Good", "there is no module no_such_package to import Good from: write file.py:Good"),
+        (".module:Good", r"'\.module:Good' names no task: write file\.py:Class or package\.module:Class"),
         ("dure.no_such_module:Good", r"there is no module dure\.no_such_module to import Good from"),
     ],
 )

@@ -39,7 +39,7 @@ def load_task_class(reference: str) -> type[Task]:
     where, _, class_name = reference.rpartition(":")
     if reference.endswith(".py") and os.path.isfile(reference):
         where, class_name = reference, ""
-    elif not where or not class_name.isidentifier():
+    elif not where or not class_name.isidentifier() or (where.startswith(".") and not where.endswith(".py")):
         raise TaskInvalid(f"'{reference}' names no task: write file.py:Class or package.module:Class")
     try:
         with _cuda_left_untouched(), _marked_as_importing(where):

@@ -87,6 +87,8 @@ class Departure:
     """Message passed to it; None if it was a code or nothing."""
     user_line: CodeLine | None
     """Line of the call; None if it is not in user code."""
+    may_follow_signal: Flag = True
+    """True if a signal that this process received may be its reason: it has handlers, or caught `KeyboardInterrupt`."""
 
 
 _FAILURE = TypeAdapter(FailureRecord)

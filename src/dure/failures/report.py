@@ -174,15 +174,28 @@ def write_failure(failure: FailureRecord, report_fd: int | None) -> None:
     _write_report(report_fd, failure_to_json(failure))
 
 
-def leave_departure(leave: SystemExit, report_fd: int | None) -> None:
+def leave_departure(leave: SystemExit, report_fd: int | None, *, may_follow_signal: bool = True) -> None:
     """Record where a script calls `sys.exit`, because others may still be in a call that needs this rank.
 
     Args:
         leave: Exception of `sys.exit`.
         report_fd: Descriptor of the report to the supervisor; None if there is no supervisor.
+        may_follow_signal: True if a handler of the script may have called it.
     """
+    may_follow_signal = may_follow_signal or any(isinstance(error, KeyboardInterrupt) for error in _contexts(leave))
     message = None if leave.code is None or isinstance(leave.code, int) else _shortened(str(leave.code))
-    _write_report(report_fd, {DEPARTURE: asdict(Departure(message=message, user_line=_user_line(leave)))})
+    departure = Departure(message=message, user_line=_user_line(leave), may_follow_signal=may_follow_signal)
+    _write_report(report_fd, {DEPARTURE: asdict(departure)})
+
+
+def _contexts(error: BaseException) -> list[BaseException]:
+    """Return the exceptions that were being handled when an exception was raised, the last first."""
+    chain: list[BaseException] = []
+    before = error.__context__
+    while before is not None and all(before is not one for one in chain):
+        chain.append(before)
+        before = before.__context__
+    return chain
 
 
 def _write_report(report_fd: int | None, record: Mapping[str, Any]) -> None:

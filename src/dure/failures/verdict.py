@@ -66,6 +66,18 @@ class WorkerEnd:
     """True if the frames are those of the thread that crashed."""
     node: str = ""
     """Name of its node, for messages; empty for a run on one node."""
+    was_asked_to_stop: bool = False
+    """True if the supervisor forwarded a stop signal to it."""
+
+    @property
+    def stop_signal(self) -> int | None:
+        """Signal for which it stopped, by its exit code; None if it did not stop for any.
+
+        A script may choose such a code without any signal.
+        """
+        if self.departure is not None and not (self.departure.may_follow_signal or self.was_asked_to_stop):
+            return None
+        return STOP_ENDS.get(self.exit_code)
 
     def name(self, num_ranks: int, alone: str = "the worker") -> str:
         """Return the name of the rank for a sentence; a single rank is called `alone`."""
@@ -128,7 +140,7 @@ def first_failure(ends: list[WorkerEnd]) -> WorkerEnd | None:
 
 
 def _failed(ends: list[WorkerEnd]) -> list[WorkerEnd]:
-    return [end for end in ends if end.exit_code != 0 and end.exit_code not in STOP_ENDS and not end.is_tolerated]
+    return [end for end in ends if end.exit_code != 0 and end.stop_signal is None and not end.is_tolerated]
 
 
 def _is_consequence(end: WorkerEnd, failure: FailureRecord | None) -> bool:
@@ -156,7 +168,7 @@ def left_early(ends: list[WorkerEnd]) -> Verdict:
 
 def stop_signal(ends: list[WorkerEnd]) -> int | None:
     """Return the signal that a rank stopped for, if only ranks received one; None otherwise."""
-    return next((STOP_ENDS[end.exit_code] for end in ends if end.exit_code in STOP_ENDS), None)
+    return next((end.stop_signal for end in ends if end.stop_signal is not None), None)
 
 
 def _unsaid_cause(ends: list[WorkerEnd], failed: list[WorkerEnd]) -> WorkerEnd | None:

@@ -91,6 +91,13 @@ if os.environ["RANK"] == "0":
     time.sleep(10)
 {line}
 """
+CAUGHT = """
+try:
+    os.kill(os.getpid(), signal.SIGINT)
+    time.sleep(10)
+except KeyboardInterrupt:
+    exit(130)
+"""
 RAISED_AGAIN = """
 try:
     os.kill(os.getpid(), signal.SIGINT)
@@ -107,8 +114,9 @@ except KeyboardInterrupt:
         (True, "os.kill(os.getpid(), signal.SIGTERM)", 130, "dure: stopped"),
         (False, "os.kill(os.getpid(), signal.SIGINT)", 130, "dure: stopped"),
         (False, RAISED_AGAIN, 130, "dure: stopped"),
+        (False, CAUGHT, 130, "dure: stopped"),
     ],
-    ids=["no signal", "own handler", "python's handler", "raised again"],
+    ids=["no signal", "own handler", "python's handler", "raised again", "caught"],
 )
 def test_script_when_a_rank_raises_keyboard_interrupt_then_only_a_signals_is_a_stop(
     has_handler, line, code, said, prewarmed, tmp_path
@@ -135,6 +143,7 @@ dist.all_reduce(torch.ones(1))
     ("code", "said", "ends_with"),
     [
         ("3", "exit code 3", 3),
+        ("130", "exit code 130", 130),
         ("'my own message'", "exit code 1: my own message", 1),
         ("0", "exit code 0, and the others lost it in a call that needs all", 1),
     ],

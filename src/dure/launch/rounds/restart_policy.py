@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from dure.failures.verdict import STOP_ENDS, WorkerEnd, first_failure, in_brief
+from dure.failures.verdict import WorkerEnd, first_failure, in_brief
 from dure.launch.hangs.diagnosis import HangVerdict
 from dure.process.round_orders import Restart
 
@@ -46,7 +46,7 @@ class Restarts:
             step_of: Function from a rank to its step.
         """
         self.refusal = None
-        was_asked_to_stop = any(end.exit_code in STOP_ENDS for end in ends)
+        was_asked_to_stop = any(end.stop_signal is not None for end in ends)
         if self.policy.most == 0 or was_asked_to_stop:
             return None
         first = first_failure(list(ends))

@@ -302,9 +302,9 @@ def _least(*graces: float | None) -> float | None:
 def ending_of(ends: list[WorkerEnd]) -> str | None:
     """Return what the first ranks to end imply for the others: `failed`, `stopped`, `ended`, or None."""
     ends = [end for end in ends if not end.is_tolerated]
-    if any(end.exit_code != 0 and end.exit_code not in STOP_ENDS for end in ends):
+    if any(end.exit_code != 0 and end.stop_signal is None for end in ends):
         return "failed"
-    if any(end.exit_code in STOP_ENDS for end in ends):
+    if any(end.stop_signal is not None for end in ends):
         return "stopped"
     return "ended" if ends else None
 

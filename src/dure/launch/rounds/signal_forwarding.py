@@ -83,8 +83,10 @@ def pass_on_signal(number: int, workers: list[Worker], *, is_first: bool) -> Non
     for worker in workers:
         if not is_first:
             worker.stop_at_once()
-        elif not (worker.keeps_terminal and number == signal.SIGINT and _is_in_foreground()):
-            worker.send(number)  # a rank at the terminal has received its Ctrl-C
+        else:
+            # a rank at the terminal has received its Ctrl-C
+            has_it = worker.keeps_terminal and number == signal.SIGINT and _is_in_foreground()
+            worker.ask_to_stop(number, is_sent=not has_it)
 
 
 def _is_in_foreground() -> bool:

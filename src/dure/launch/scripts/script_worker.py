@@ -108,8 +108,15 @@ def _ignore_stop_signals() -> bool:
     Returns:
         True if the script had handlers of its own, which may have raised.
     """
-    before = [signal.signal(number, signal.SIG_IGN) for number in STOP_SIGNALS]
-    return any(callable(handler) and handler is not signal.default_int_handler for handler in before)
+    has_own = _has_own_handlers()
+    for number in STOP_SIGNALS:
+        signal.signal(number, signal.SIG_IGN)
+    return has_own
+
+
+def _has_own_handlers() -> bool:
+    handlers = [signal.getsignal(number) for number in STOP_SIGNALS]
+    return any(callable(handler) and handler is not signal.default_int_handler for handler in handlers)
 
 
 def _set_threads(threads: int) -> None:
@@ -176,7 +183,7 @@ def _run(job: ScriptJob, place: Place) -> int:
         from dure.failures.report import leave_departure
 
         _kept.append(leave)
-        leave_departure(leave, place.report_fd)
+        leave_departure(leave, place.report_fd, may_follow_signal=_has_own_handlers())
         return exit_code_of(leave)
     return 0
 

@@ -46,6 +46,7 @@ class Worker:
     """True if its streams are those of the supervisor."""
     was_stopped: bool = False
     was_held: bool = False
+    was_asked_to_stop: bool = False
 
     def __post_init__(self) -> None:
         self.oom = OomWatch(self.pid)
@@ -77,6 +78,7 @@ class Worker:
                 is_tolerated=self.is_expendable and was_killed and self.has_begun(),
                 is_out_of_memory=is_out_of_memory,
                 memory_limit_bytes=self.oom.limit_bytes() if is_out_of_memory else None,
+                was_asked_to_stop=self.was_asked_to_stop,
                 crash=crash,
                 is_at_crash=is_at_crash,
             )
@@ -96,6 +98,12 @@ class Worker:
         if self.end is None:
             with suppress(ProcessLookupError):  # a handler may send one while `poll` reads the report
                 os.kill(self.pid, number)
+
+    def ask_to_stop(self, number: int, *, is_sent: bool) -> None:
+        """Send a stop signal, unless it has reached the process already; its exit code may follow it from now on."""
+        self.was_asked_to_stop = True
+        if is_sent:
+            self.send(number)
 
     def stop_at_once(self) -> None:
         """Kill it, and record that the supervisor caused this end."""

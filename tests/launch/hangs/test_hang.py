@@ -323,3 +323,21 @@ def test_verdict_when_a_rank_gets_on_meanwhile_then_is_none(later, has_moved):
     verdict = explain([rank(0, call=recv(1), calls=7), rank(1, call=recv(0), calls=7)], 12.0)
     after = [rank(0, call=recv(1), calls=7), rank(1, call=recv(0), **{"calls": 7, **later})]
     assert verdict.has_moved(after) is has_moved
+
+
+def test_rank_when_it_runs_a_function_that_another_called_then_it_alone_is_blamed():
+    rpc = TORCH.replace("distributed_c10d.py", "rpc/{}.py")
+    api, internal = (Frame(file=rpc.format(name), line=1, function=name) for name in ("api", "internal"))
+    served = (user(40, "served"), internal)
+    states = [
+        rank(0, main=(replace(api, function="rpc_sync"), user(10))),
+        rank(1, main=(user(20),), others=(served,)),
+        rank(2, main=(user(20),)),
+    ]
+    verdict = explain(states, 12.0)
+    assert verdict.culprits == (1,)
+    assert not verdict.is_certain
+    assert verdict.text.splitlines()[0].endswith(
+        "rank 1 runs a function that another rank called at /home/me/train.py:40 in served, and rank 0 waits for it in "
+        "rpc_sync at /home/me/train.py:10 in train"
+    )

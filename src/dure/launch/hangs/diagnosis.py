@@ -12,7 +12,17 @@ from dure.checked import record_from_json
 from dure.errors import DureError
 from dure.failures.frames import OWN_ROOT, Frame, users_frame
 from dure.launch.hangs.rank_state import RankState
-from dure.launch.hangs.waits import BUSY_FRACTION, Wait, agree, awaited_by, circles, differ_in_peer, reached, wait_of
+from dure.launch.hangs.waits import (
+    BUSY_FRACTION,
+    Wait,
+    agree,
+    awaited_by,
+    circles,
+    differ_in_peer,
+    reached,
+    served_line,
+    wait_of,
+)
 from dure.process.stop_signals import signal_name
 from dure.records.run_dir import RunDir
 from dure.terminal import print_status
@@ -139,6 +149,8 @@ def _where(state: RankState, world: Sequence[int]) -> Where:
         what = f"was stopped from outside (SIGSTOP, Ctrl-Z or a debugger); `kill -CONT {state.pid}` lets it go on"
         return Where(state=state, waits_in=None, what=what, line=line)
     wait = wait_of(state, users_frame(state.main))
+    if wait is None and state.busy_fraction < BUSY_FRACTION and (served := served_line(state)) is not None:
+        return Where(state=state, waits_in=None, what="runs a function that another rank called", line=served)
     if wait is None:
         return Where(state=state, waits_in=None, what=_doing(state), line=line)
     call = wait.describe(world)

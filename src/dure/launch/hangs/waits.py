@@ -13,6 +13,7 @@ _SHARED_MEMORY_FILE = own_file("dure.comm.dure_shm.tensors")
 _TORCH = f"{os.sep}torch{os.sep}"
 _WAITING_FOLDERS = (f"{_TORCH}distributed{os.sep}", own_folder("dure.comm"))
 _LOADER_FILE = f"{_TORCH}utils{os.sep}data{os.sep}"
+_RPC_FOLDER = f"{_TORCH}distributed{os.sep}rpc{os.sep}"
 _TRANSFERS = {
     "send": "recv", "isend": "recv", "send_object_list": "recv",
     "recv": "send", "irecv": "send", "recv_object_list": "send",
@@ -172,6 +173,14 @@ def _by_frames(state: RankState) -> str | None:
     return None
 
 
+def served_line(state: RankState) -> Frame | None:
+    """Return the line of a function that another rank has called by RPC and that runs here in a thread; else None."""
+    for thread in state.others:
+        if any(_RPC_FOLDER in frame.file for frame in thread) and (line := users_frame(thread)) is not None:
+            return line
+    return None
+
+
 def awaited_by(rank: int, waits: Mapping[int, Wait], states: Mapping[int, RankState]) -> set[int]:
     """Return the ranks that have not reached the call in which a rank waits.
 
@@ -187,6 +196,11 @@ def awaited_by(rank: int, waits: Mapping[int, Wait], states: Mapping[int, RankSt
             return others - set(waits)
         asked = others if wait.peer is None else {wait.peer} & others
         return asked if not any(_answers(wait, rank, waits.get(one)) for one in asked) else set()
+    if wait.recorded is None and any(_RPC_FOLDER in frame.file for frame in states[rank].main):
+        # torch does not show whom it has called: those that run such a call now
+        serving = {other for other in others if served_line(states[other]) is not None}
+        if serving:
+            return serving
     if wait.members is not None:
         others &= wait.members
     return {other for other in others if not _has_come(wait, waits.get(other), states[other])}

@@ -464,3 +464,12 @@ def test_error_when_the_terminal_is_gone_then_the_exit_code_is_the_same(monkeypa
 
     monkeypatch.setattr(sys, "stderr", Gone())
     assert main(["runs", "--runs-dir", str(tmp_path / "none"), "--nope"]) == 2
+
+
+def test_command_when_torch_cannot_be_loaded_then_one_sentence_says_so(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    import_torch = compile("raise ImportError('failed to map segment')", "/v/torch/__init__.py", "exec")
+    monkeypatch.setattr("dure.cli.app._run", lambda tokens: exec(import_torch))
+    assert main(["train"]) == EnvironmentLacks.exit_code
+    assert capsys.readouterr().err.startswith("dure: torch cannot be loaded (failed to map segment): ")

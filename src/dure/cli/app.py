@@ -9,6 +9,7 @@ import signal
 import sys
 import threading
 import time
+import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from types import FrameType
@@ -26,7 +27,7 @@ from cyclopts.exceptions import (
 )
 
 from dure.cli.output import is_reporter
-from dure.errors import DONE, FAILED, DureError, Misuse, SpecInvalid, WorkerFailed
+from dure.errors import DONE, FAILED, DureError, EnvironmentLacks, Misuse, SpecInvalid, WorkerFailed
 from dure.process.stop_signals import (
     Terminated,
     end_by,
@@ -97,6 +98,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt as stop:
         print_status("stopped")
         return stop_exit_code(stop.number if isinstance(stop, Terminated) else signal.SIGINT)
+    except ImportError as error:
+        if not _is_of_torch(error):
+            raise
+        print_status(f"torch cannot be loaded ({error}): repair its installation, or raise the limits (ulimit -v)")
+        return EnvironmentLacks.exit_code
     except BrokenPipeError:
         # the reader of our output has gone (`dure runs | head`); prevent a message from the interpreter's own flush
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -110,6 +116,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         print_status(f"the result cannot be written to stdout ({error.strerror}): send it elsewhere")
         return Misuse.exit_code
     return DONE
+
+
+def _is_of_torch(error: ImportError) -> bool:
+    """Return whether torch itself could not be imported; an error of a task's own import does not get here."""
+    *_, last = traceback.extract_tb(error.__traceback__)
+    return error.name == "torch" or last.filename.endswith(f"{os.sep}torch{os.sep}__init__.py")
 
 
 def _is_stdout_full() -> bool:

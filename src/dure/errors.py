@@ -81,12 +81,12 @@ class CheckpointMismatch(Misuse):
 class DiskFull(Misuse):
     """Lack of free space for data that must be written."""
 
-    CURE = "free some space, or use another --runs-dir"
+    CURE = "free some space, raise a quota or `ulimit -f` if that is what is used up, or use another --runs-dir"
 
     @staticmethod
     def is_reported_by(error: BaseException) -> bool:
-        """Return whether an error is the operating system's, about space or a quota that is used up."""
-        return isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
+        """Return whether an error of the operating system is about space, a quota or a file's largest size."""
+        return isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 class UnusedParameters(Misuse):

@@ -22,7 +22,7 @@ from dure.cli import main
 from dure.cli.app import VERBS
 from dure.cli.options.settings import setting_names, spell_out_truths
 from dure.cli.options.task import take_task_options
-from dure.errors import EnvironmentLacks, Interrupted, Misuse, SpecInvalid
+from dure.errors import DiskFull, EnvironmentLacks, Interrupted, Misuse, SpecInvalid
 from dure.records.step_record import Metric, RunSummary
 from dure.spec import field_of, flag_name, kinds, option_names, resolve
 from dure.strategies.table import STRATEGIES
@@ -473,3 +473,8 @@ def test_command_when_torch_cannot_be_loaded_then_one_sentence_says_so(
     monkeypatch.setattr("dure.cli.app._run", lambda tokens: exec(import_torch))
     assert main(["train"]) == EnvironmentLacks.exit_code
     assert capsys.readouterr().err.startswith("dure: torch cannot be loaded (failed to map segment): ")
+
+
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT, errno.EFBIG])
+def test_error_when_space_quota_or_file_size_is_used_up_then_is_a_full_disk(number: int) -> None:
+    assert DiskFull.is_reported_by(OSError(number, os.strerror(number)))

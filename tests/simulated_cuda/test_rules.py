@@ -153,6 +153,18 @@ def test_data_parallel_of_torch_gives_the_gradients_of_one_device(folder: Path) 
     assert max(float((one - other).abs().max()) for one, other in zip(whole, divided, strict=True)) < TO_ROUNDING
 
 
+@on_devices(2)
+def test_modules_are_copied_saved_and_loaded(folder: Path) -> None:
+    model = nn.Linear(2, 2).to("cuda:1")
+    copied = copy.deepcopy({"weight": model.weight.detach().untyped_storage(), "model": model})
+    assert copied["weight"].device == copied["model"].weight.device == torch.device("cuda:1")
+    torch.save(model.state_dict(), folder / "weights.pt")
+    for place in ("cpu", "cuda:0", None):
+        loaded = torch.load(folder / "weights.pt", map_location=place)
+        assert loaded["weight"].device == torch.device(place or "cuda:1")
+        assert torch.equal(loaded["weight"].cpu(), model.weight.cpu())
+
+
 @on_devices(1)
 def test_autocast_computes_in_halves(folder: Path) -> None:
     with torch.autocast("cuda", dtype=torch.bfloat16):

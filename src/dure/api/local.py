@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 
@@ -50,7 +50,12 @@ def count_processes(spec: RunSpec) -> int:
 
 
 def start_workers(
-    notes: Notes, spec: RunSpec, job: TrainJob | EvaluateJob, *, failover: LeaderFailover | None = None
+    notes: Notes,
+    spec: RunSpec,
+    job: TrainJob | EvaluateJob,
+    *,
+    until: ExitStack | None = None,
+    failover: LeaderFailover | None = None,
 ) -> Outcome:
     """Start the run's ranks of this host, and return when those of all hosts have ended.
 
@@ -58,6 +63,7 @@ def start_workers(
         notes: Notes on the run, with its folder and its hosts.
         spec: Spec of the run.
         job: Job of the ranks.
+        until: Stack that closes when the end is on record; signals that come too late for the ranks wait for it.
         failover: Failover of this host when it has lost the others; None if there is none.
     """
     run, nodes = notes.run, notes.nodes
@@ -94,7 +100,7 @@ def start_workers(
         hangs=HangPolicy(hang_after=spec.hang_after, action=spec.on_hang) if isinstance(job, TrainJob) else None,
         failover=failover,
     )
-    return run_ranks(launch, notes, Voices(of=voice_of, relay=relay))
+    return run_ranks(launch, notes, Voices(of=voice_of, relay=relay), until)
 
 
 def notes_on(run: RunDir, spec: RunSpec, nodes: Nodes, *, max_restarts: int) -> Notes:

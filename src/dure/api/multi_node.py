@@ -160,7 +160,7 @@ def train_on_hosts(
             failover = _failover(notes, several, facts, held)
         if nodes.folder is None:
             nodes.gather(None)  # node 0 has written the spec, which the ranks read
-        outcome = start_workers(notes, spec, TrainJob(run=str(run.path)), failover=failover)
+        outcome = start_workers(notes, spec, TrainJob(run=str(run.path)), until=held, failover=failover)
         is_own = nodes.is_leader and (nodes.lease is None or not nodes.lease.is_taken())
         if nodes.lease is not None and is_own:
             held.callback(nodes.lease.give_up)

@@ -3,7 +3,7 @@
 import errno
 import os
 from collections.abc import Callable, Iterator
-from contextlib import closing, contextmanager, nullcontext
+from contextlib import ExitStack, closing, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from datetime import datetime
 from pathlib import Path
@@ -188,13 +188,14 @@ def _limits_as_sentences() -> Iterator[None]:
 
 
 @_limits_as_sentences()
-def run_ranks(launch: Launch, notes: Notes, voices: Voices | None) -> Outcome:
+def run_ranks(launch: Launch, notes: Notes, voices: Voices | None, until: ExitStack | None = None) -> Outcome:
     """Start a run's ranks of this host, and return when those of all hosts have ended.
 
     Args:
         launch: Description of the start.
         notes: Notes on the run.
         voices: Destinations of the output; None for a single rank that keeps the terminal.
+        until: Stack that closes when the end is on record; signals that come too late for the ranks wait for it.
 
     Raises:
         EnvironmentLacks: A limit on open files or processes is reached.
@@ -203,7 +204,7 @@ def run_ranks(launch: Launch, notes: Notes, voices: Voices | None) -> Outcome:
     if crowded := crowding(launch.nodes.me.num_ranks):
         notes.print_status(crowded)
     if voices is None:
-        return run_workers(replace(launch, output_of=lambda rank: Output(is_terminal=True), listener=notes))
+        return run_workers(replace(launch, output_of=lambda rank: Output(is_terminal=True), listener=notes), until)
     with closing(RankLogs(voices.of, launch.nodes.own_ranks, voices.relay)) as logs:
         if voices.is_read_at_once:
             logs.start()
@@ -211,7 +212,7 @@ def run_ranks(launch: Launch, notes: Notes, voices: Voices | None) -> Outcome:
         def output_of(rank: int) -> Output:
             return Output(descriptors=logs.descriptors_of(rank), has_live_line=voices.of(rank).has_live_line)
 
-        return run_workers(replace(launch, output_of=output_of, logs=logs, listener=notes))
+        return run_workers(replace(launch, output_of=output_of, logs=logs, listener=notes), until)
 
 
 def failure_of(

@@ -6,7 +6,7 @@ import re
 import sys
 import time
 from collections.abc import Sequence
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NoReturn
@@ -120,12 +120,12 @@ def run_script(settings: ScriptSettings) -> None:
             lambda name: new_folder(replace(settings, name=name), "", "", for_script=True),
         )
         run, is_own = met.run, met.is_own  # on a node that sees another node's folder, only logs are added there
-        with run.lock() if is_own else nullcontext():
+        with run.lock() if is_own else nullcontext(), ExitStack() as until:
             if is_own:
                 run.write_script(_record(settings, nodes))
             began = time.time()
             notes = Notes(run=run, nodes=nodes, max_restarts=settings.max_restarts, needs_records=False)
-            outcome = _start(settings, notes)
+            outcome = _start(settings, notes, until)
             _finish(run, outcome, time.time() - began, nodes.world_size, is_own=is_own)
 
 
@@ -190,7 +190,7 @@ def _record(settings: ScriptSettings, nodes: Nodes) -> dict[str, Any]:
     }
 
 
-def _start(settings: ScriptSettings, notes: Notes) -> Outcome:
+def _start(settings: ScriptSettings, notes: Notes, until: ExitStack) -> Outcome:
     run, nodes = notes.run, notes.nodes
     nproc, first = nodes.me.num_ranks, nodes.first_rank
     shown = None if settings.shown_ranks is None else {int(rank) for rank in settings.shown_ranks.split(",")}
@@ -216,7 +216,7 @@ def _start(settings: ScriptSettings, notes: Notes) -> Outcome:
     )
     # a single rank keeps the terminal, for a debugger or a progress bar
     keeps_terminal = nproc == 1 and nodes.is_alone
-    return run_ranks(launch, notes, None if keeps_terminal else Voices(of=voice_of, is_read_at_once=True))
+    return run_ranks(launch, notes, None if keeps_terminal else Voices(of=voice_of, is_read_at_once=True), until)
 
 
 def _job(settings: ScriptSettings, run: str, num_nodes: int, max_restarts: int) -> ScriptJob:

@@ -186,9 +186,9 @@ def _compiled(core: ModuleType) -> dict[str, Any]:
 
 
 def _let_storages_move(core: ModuleType) -> None:
-    """Let untyped storages be resized and moved, which is compiled for known devices only."""
+    """Let untyped storages be resized, copied and moved, which is compiled for known devices only."""
     storage = torch.UntypedStorage
-    of_torch = storage.resize_
+    of_torch, cloned = storage.resize_, storage.clone
 
     def bytes_of(held: torch.UntypedStorage) -> Tensor:
         return torch.empty(0, dtype=torch.uint8, device=held.device).set_(held)
@@ -201,9 +201,13 @@ def _let_storages_move(core: ModuleType) -> None:
 
     def to(self: torch.UntypedStorage, *, device: Any, non_blocking: bool = False) -> torch.UntypedStorage:
         wanted = torch.device(device)
-        return self if self.device == wanted else bytes_of(self).to(wanted, non_blocking).untyped_storage()
+        return self if self.device == wanted else bytes_of(self).to(wanted, non_blocking=non_blocking).untyped_storage()
+
+    def clone(self: torch.UntypedStorage) -> torch.UntypedStorage:
+        return bytes_of(self).clone().untyped_storage() if self.device.type == "cuda" else cloned(self)
 
     storage.resize_ = resize
+    storage.clone = clone
     storage.to = to
     storage.cuda = lambda self, device=None, non_blocking=False: to(
         self, device=torch.device("cuda", index_of(core, device)), non_blocking=non_blocking

@@ -352,7 +352,9 @@ void copy_of_iterator(at::TensorIterator& iterator, bool non_blocking) {
 at::Tensor on_device(const at::Tensor& host, c10::Device device) {
   if (!host.defined()) return host;
   Launch launch({device});  // within another kernel in all cases but that of a collective
-  auto result = at::empty_strided(host.sizes(), host.strides(), host.options().device(device));
+  const auto options = host.options().device(device);
+  auto result = host.is_non_overlapping_and_dense() ? at::empty_strided(host.sizes(), host.strides(), options)
+                                                    : at::empty(host.sizes(), options);  // it may be expanded
   if (host.numel() > 0) on_host(result).copy_(host);
   launch.wrote(result);
   return result;

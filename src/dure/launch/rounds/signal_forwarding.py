@@ -4,8 +4,8 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from types import FrameType
 
@@ -36,8 +36,14 @@ class SignalForwarding:
 
 
 @contextmanager
-def passing_signals_on(workers: list[Worker]) -> Iterator[SignalForwarding]:
-    """Forward stop signals to workers, where the second one kills them; yield the received ones."""
+def passing_signals_on(workers: list[Worker], until: ExitStack | None = None) -> Iterator[SignalForwarding]:
+    """Forward stop signals to workers, where the second one kills them; yield the received ones.
+
+    Args:
+        workers: Workers, in a list that may change.
+        until: Stack that closes when the workers' end is on record. Signals that arrive before that, after the
+            context, are delivered then, unless the stack closes because of an exception.
+    """
     forwarding = SignalForwarding()
     received = forwarding.received
     first_at = 0.0
@@ -70,12 +76,27 @@ def passing_signals_on(workers: list[Worker]) -> Iterator[SignalForwarding]:
     if signal.getsignal(signal.SIGTSTP) == signal.SIG_DFL:
         before[signal.SIGTSTP] = signal.signal(signal.SIGTSTP, pause)
     before[signal.SIGCHLD] = signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-    try:
-        yield forwarding
-    finally:
+
+    def restore() -> None:
         for number, handler in before.items():
             # None: a handler that was not set from Python, and cannot be restored from it
             signal.signal(number, signal.SIG_DFL if handler is None else handler)
+
+    try:
+        yield forwarding
+    finally:
+        workers.clear()
+        num_passed_on = len(received)
+        if until is None:
+            restore()
+        else:
+            until.push(lambda kind, *_: _deliver_late(restore, received[num_passed_on:], is_failing=kind is not None))
+
+
+def _deliver_late(restore: Callable[[], None], late: list[int], *, is_failing: bool) -> None:
+    restore()
+    if late and not is_failing:
+        signal.raise_signal(late[0])
 
 
 def pass_on_signal(number: int, workers: list[Worker], *, is_first: bool) -> None:

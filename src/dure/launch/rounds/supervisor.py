@@ -7,7 +7,7 @@ only whether it still reaches the leader. A run on one host is that of a node wi
 import importlib
 import socket
 import time
-from contextlib import closing
+from contextlib import ExitStack, closing
 from dataclasses import replace
 
 from dure.failures.verdict import WorkerEnd, stop_signal
@@ -41,19 +41,23 @@ _LAST_MESSAGE_SECONDS = 30.0
 """Seconds that a node waits for the leader's last message, after a stop request between two rounds."""
 
 
-def run_workers(launch: Launch) -> Outcome:
+def run_workers(launch: Launch, until: ExitStack | None = None) -> Outcome:
     """Run this host's part of a job, round by round, leave no process behind, and return how all ranks ended.
 
     After the first rank failed, the others have a second to end by themselves; then they are killed, unless they can
     continue without it. Then all are restarted in a new round, as often as `launch.restarts` allows. The first stop
     signal is forwarded to all ranks, which checkpoint and end; a second one kills them.
 
+    Args:
+        launch: Description of the start.
+        until: Stack that closes when the end is on record; signals that come too late for the ranks wait for it.
+
     Raises:
         EnvironmentLacks: Fork was requested where it cannot work, or the system cannot start another process.
     """
     by_fork, nodes = decide_to_fork(launch), launch.nodes
     workers = list[Worker]()
-    with passing_signals_on(workers) as signals, closing(SurvivingMemory(launch)) as memory:
+    with passing_signals_on(workers, until) as signals, closing(SurvivingMemory(launch)) as memory:
         received = signals.received
         rounds = _Rounds(launch, memory, workers, received, by_fork=by_fork)
         try:

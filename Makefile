@@ -43,7 +43,7 @@ CLUSTER_VENV ?= .venv-cluster
 CLUSTER_PACKAGES := slurmctld slurmd slurm-client munge openmpi-bin
 CLUSTER_PROGRAMS := munged slurmctld slurmd srun mpirun
 
-.PHONY: help demo test check format lint types floors slow faults hosts zoo cluster gpu-wheels gpu-check bench soak campaign clean
+.PHONY: help demo test check format lint types floors slow faults hosts zoo simulated cluster gpu-wheels gpu-check bench soak campaign clean
 .DELETE_ON_ERROR:
 
 help: ## show these targets
@@ -78,8 +78,11 @@ faults: $(DEV) ## run the tests that kill, hang and slow ranks
 hosts: $(DEV) ## cut the cables of three hosts, and reboot them (needs root)
 	$(PY) -m pytest -m hosts $(PYTEST_ARGS)
 
+simulated: $(DEV) ## run the tests on simulated CUDA devices, which are compiled with g++ first
+	$(PY) -m pytest $(FOUR) -m "simulated and not zoo" tests/simulated_cuda $(PYTEST_ARGS)
+
 zoo: $(ZOO) ## run every cell of the table of what works, those of timm and transformers too
-	$(PY) -m pytest $(FOUR) -m "slow or zoo or not slow" tests/conformance/zoo $(PYTEST_ARGS)
+	$(PY) -m pytest $(FOUR) -m "slow or zoo or not slow" tests/conformance/zoo tests/simulated_cuda/test_zoo_on_devices.py $(PYTEST_ARGS)
 
 cluster: $(CLUSTER_VENV)/.dure-cluster ## install Slurm, Open MPI (Debian) and Ray, and run the tests that use them
 	@for program in $(CLUSTER_PROGRAMS); do command -v $$program >/dev/null || missing=1; done; \

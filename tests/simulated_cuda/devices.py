@@ -26,9 +26,13 @@ class SimulatedDevices:
         paths = [str(site), str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
         self._prewarmed = Prewarmed("env", "SIMULATED_GPUS=2", f"PYTHONPATH={os.pathsep.join(paths)}")
 
+    def start(self, folder: Path, *argv: object, devices: int = 2, **environment: str) -> Command:
+        """Start a `dure` command."""
+        return self._prewarmed.start(folder, *argv, SIMULATED_GPUS=str(devices), **environment)
+
     def dure(self, folder: Path, *argv: object, devices: int = 2, **environment: str) -> Command:
         """Run a `dure` command to its end."""
-        command = self._prewarmed.start(folder, *argv, SIMULATED_GPUS=str(devices), **environment)
+        command = self.start(folder, *argv, devices=devices, **environment)
         command.wait(ALLOWANCE_SECONDS)
         return command
 

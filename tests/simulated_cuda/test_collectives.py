@@ -14,6 +14,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from tests.simulated_cuda.devices import on_devices
 
+pytestmark = pytest.mark.simulated
+
 TO_ROUNDING = 1e-12
 PATIENCE = timedelta(seconds=20)
 

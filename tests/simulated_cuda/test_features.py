@@ -2,7 +2,9 @@
 
 import json
 import os
+import socket
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -13,6 +15,8 @@ from dure.errors import SpecInvalid, WorkerFailed
 from tests.conformance.cases import TO_ROUNDING, largest_difference, losses_of, train_case, weights_of
 from tests.conformance.tasks import Regression
 from tests.simulated_cuda.devices import on_devices
+
+pytestmark = pytest.mark.simulated
 
 STEPS = {"global_batch_size": 7, "samples": 70, "clip_norm": 0.4, "seed": 5}
 ROOT = Path(__file__).parents[2]
@@ -107,6 +111,42 @@ def test_synchronised_batchnorm_trains_as_one_process(folder: Path) -> None:
     assert largest_difference(weights_of(run), expected) < TO_ROUNDING
 
 
+class Breaking(Regression):
+    """A task whose second rank meets a broken device in its sixth step, once."""
+
+    folder: str = ""
+
+    def loss(self, model: nn.Module, batch: Any) -> torch.Tensor:
+        flag = Path(self.folder) / "broken"
+        if model.training and torch.cuda.current_device() == 1 and not flag.exists():
+            steps = flag.with_name("steps")
+            steps.write_text(f"{steps.read_text() if steps.exists() else ''}.")
+            if len(steps.read_text()) > 8:
+                flag.touch()
+                torch.cuda.simulated.break_device(1, "an illegal memory access was encountered")
+        return super().loss(model, batch)
+
+
+@on_devices(2)
+def test_rank_with_a_broken_device_starts_again_with_a_fresh_context(folder: Path) -> None:
+    expected = weights_of(train_case(folder, Regression(), **STEPS))
+    run = train_case(folder, Breaking(folder=str(folder)), "ddp", 2, device="cuda", max_restarts=1, **STEPS)
+    events = [json.loads(line) for line in (run / "events.jsonl").read_text().splitlines()]
+    [restart] = [event for event in events if event["event"] == "restart"]
+    assert restart["rank"] == 1
+    assert "an illegal memory access was encountered" in restart["message"]
+    assert largest_difference(weights_of(run), expected) < TO_ROUNDING
+
+
+@on_devices(2)
+def test_process_that_starts_the_ranks_uses_no_device(folder: Path) -> None:
+    for strategy in ("ddp", "fsdp", "pipeline", "dp"):
+        train_case(folder, Regression(layered=True, optimizer="adamw"), strategy, 2, device="cuda", **STEPS)
+        assert not torch.cuda.simulated.is_started_here()
+        assert not torch.cuda.simulated.is_started_elsewhere()
+    assert torch.ones(1, device="cuda").item() == 1.0
+
+
 # --- memory
 
 
@@ -170,6 +210,22 @@ def test_bench_and_preflight_on_devices(dure_command):
     assert "backend" in shown
     assert "ring" in shown
     dure_command("preflight", "--device", "cuda", "--nproc", 2)
+
+
+def test_ranks_that_see_a_device_each_train_together(simulated_devices, tmp_path):
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
+    told = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "GROUP_RANK": "0", "TORCHELASTIC_RUN_ID": "one"}
+    told |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    words = ("train", TASK, "--strategy", "ddp", "--device", "cuda", "--samples", 35, "--name", "run")
+    ranks = [
+        simulated_devices.start(
+            tmp_path, *words, CUDA_VISIBLE_DEVICES=str(rank), RANK=str(rank), LOCAL_RANK=str(rank), **told
+        )
+        for rank in range(2)
+    ]
+    assert [rank.wait() for rank in ranks] == [0, 0], [rank.err for rank in ranks]
+    assert json.loads((tmp_path / "runs/run/summary.json").read_text())["status"] == "completed"
 
 
 def test_too_many_devices_are_refused(dure_command):

@@ -15,6 +15,8 @@ from torch.nn import functional
 from tests.simulated_cuda import build
 from tests.simulated_cuda.devices import on_devices
 
+pytestmark = pytest.mark.simulated
+
 TO_ROUNDING = 1e-12
 
 

@@ -14,6 +14,8 @@ from torch import Tensor, nn
 from tests.conformance.cases import train_case
 from tests.conformance.tasks import Regression
 
+pytestmark = pytest.mark.simulated
+
 LEAST_USUAL = 0.4
 """Smallest part of the steps that are no more than a step; in the others replicas are compared, or a snapshot made."""
 

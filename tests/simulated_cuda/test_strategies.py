@@ -10,6 +10,8 @@ from dure.strategies.table import STRATEGIES
 from tests.conformance.cases import TO_ROUNDING, is_layered, largest_difference, train_case, weights_of
 from tests.conformance.tasks import Regression
 
+pytestmark = pytest.mark.simulated
+
 STEPS = {"global_batch_size": 7, "samples": 70, "clip_norm": 0.4, "seed": 5}
 EXACT = [name for name, info in STRATEGIES.items() if info.is_exact]
 

@@ -11,6 +11,8 @@ from tests.conformance.zoo.cell import Verdict, reference_of, run_cell
 from tests.conformance.zoo.feature import FEATURES
 from tests.conformance.zoo.table import is_available
 
+pytestmark = pytest.mark.simulated
+
 OFTEN = ("OutputMapping", "TaskCounter", "LearnedBuffer", "Unfrozen", "NoiseInLoss", "CheckpointReentrant")
 """Rows that every test run has under `ALWAYS`."""
 ALWAYS = ("ddp", "fsdp", "dp", "pipeline")

@@ -439,6 +439,39 @@ def test_state_of_a_task_that_saves_itself_is_what_it_says():
     assert again.calls == 4
 
 
+class Recorder:
+    """Stand-in for a writer of a library, with values that no checkpoint could hold."""
+
+    __module__ = "wandb.sdk.wandb_run"
+
+    def __init__(self):
+        self.lines, self.queue, self.step = iter(()), Queue(), 0
+
+    def log(self, value):
+        self.step += 1
+        self.queue.put(value)
+
+
+class Writes:
+    def __init__(self):
+        self.number, self.recorder, self.log = 0, Recorder(), Recorder().log
+
+
+def test_recorder_when_a_task_or_its_schedule_writes_with_it_then_is_no_state():
+    task, model, recorder = Task(), nn.Linear(1, 1), Recorder()
+    task.writes = Writes()
+    state = KeptState(task, model, task.build_optimizer(model))
+    state.add_schedule(lambda seen: recorder.log(seen))
+    with Trial(model, {"task": task, "recorder": recorder}) as trial:
+        recorder.log(1)
+        task.writes.recorder.log(2)
+    assert (trial.state, recorder.step) == ({}, 1)
+    task.writes.number += 1
+    task.writes.log(3)
+    state.tensors()
+    assert (state.lost, state.changed_since([])) == ({}, ["task.writes"])
+
+
 class Model(nn.Sequential):
     """A model with a table and a count that no `state_dict` has."""
 

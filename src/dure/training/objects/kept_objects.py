@@ -23,7 +23,7 @@ from torch.utils.data import Dataset
 from dure.strategies.state.objects.foreign_objects import is_foreign
 from dure.strategies.state.objects.generator_state import GENERATORS, generator_state
 from dure.strategies.state.objects.namespaces import ATOMS, BUILTIN_METHODS, SEALED, with_dict
-from dure.strategies.state.objects.object_state import plain_attributes
+from dure.strategies.state.objects.object_state import is_searched_method, plain_attributes
 from dure.strategies.state.objects.state_places import key_text
 from dure.strategies.state.objects.tensor_places import KINDS_OF_MEMORY, is_shared, memory_of
 
@@ -156,12 +156,12 @@ class Keeper:
         return self._known_method(value, path)
 
     def _known_method(self, value: Any, path: str) -> Any:
-        """Return the entry of a method with that of its object, which nothing else may hold."""
+        """Return the entry of a method with that of its object, if it was searched: nothing else may hold that."""
         held = value.__self__
-        is_definition = held is None or isinstance(held, SEALED)
+        is_searched = is_searched_method(value) and not isinstance(held, (type(None), *SEALED))
         return {
             "ref": self._known.paths[id(value)],
-            "held": None if is_definition else self._entry(held, f"{path}.__self__"),
+            "held": self._entry(held, f"{path}.__self__") if is_searched else None,
         }
 
     def _device(self, value: torch.device, path: str) -> Any:

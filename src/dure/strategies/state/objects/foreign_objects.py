@@ -25,6 +25,8 @@ _HARMLESS = frozenset((
 # fmt: on
 _ENGINES = ("torch.distributed", "torch._ops", "torch._library")
 """Packages of torch whose objects are machinery: groups, and user-defined operators."""
+_RECORDERS = ("comet_ml", "mlflow", "tensorboard", "tensorboardX", "torch.utils.tensorboard", "wandb")
+"""Packages whose objects write records of a run: what these contain is no state, and must not be put back."""
 _HARMLESS_MODULES = tuple(
     f"multiprocessing.{name}" for name in ("connection", "context", "pool", "process", "synchronize")
 )
@@ -39,7 +41,11 @@ def is_foreign(value: object) -> bool:
     if isinstance(value, threading.Thread):
         return True
     is_pythons = package in sys.stdlib_module_names and package not in _LOOKED_INTO_PACKAGES
-    return is_pythons or module.startswith(_ENGINES)
+    return is_pythons or module.startswith(_ENGINES) or _is_recorder(module)
+
+
+def _is_recorder(module: str) -> bool:
+    return f"{module}.".startswith(tuple(f"{package}." for package in _RECORDERS))
 
 
 def hides_state(value: object) -> bool:
@@ -48,6 +54,8 @@ def hides_state(value: object) -> bool:
     package = module.partition(".")[0]
     if package in ("builtins", "torch", "numpy"):
         return isinstance(value, memoryview)
+    if _is_recorder(module):
+        return False
     if is_foreign(value):
         return package not in _HARMLESS and not module.startswith((*_HARMLESS_MODULES, *_ENGINES[1:]))
     return with_dict(value) is None and not is_users(type(value))

@@ -96,7 +96,12 @@ class ObjectState:
     """State of some objects at one point in time."""
 
     def __init__(
-        self, roots: Mapping[str, object], *, sees_data: bool = False, sees_unsaved_buffers: bool = False
+        self,
+        roots: Mapping[str, object],
+        *,
+        sees_data: bool = False,
+        sees_unsaved_buffers: bool = False,
+        without: object = None,
     ) -> None:
         """Walk over objects.
 
@@ -106,11 +111,12 @@ class ObjectState:
             sees_data: Whether numbers and other plain attributes of a `Dataset` are included. What it changes when it
                 is read would be restored too.
             sees_unsaved_buffers: Whether buffers of modules among the objects are included that are in no `state_dict`.
+            without: Object that is not searched.
         """
         self._sees_data = sees_data
         self._sees_unsaved_buffers = sees_unsaved_buffers
         self._places: list[Place] = []
-        self._seen: dict[int, object] = {}
+        self._seen: dict[int, object] = {id(without): without}
         self._num_left = _MOST_OBJECTS
         self._depth = 0
         self._holder: Holder = ("", "")
@@ -240,7 +246,7 @@ class ObjectState:
         if self._sees_data and isinstance(value, Dataset) and id(value) not in self._seen:
             self._seen[id(value)] = value
             self._attributes(path, value)
-        if _is_users_method(value):
+        if is_searched_method(value):
             self._walk(f"{path}.__self__", value.__self__)  # a list, say, that nothing else holds but its `append`
         elif isinstance(value, types.FunctionType) and id(value) not in self._seen and is_users(value):
             self._seen[id(value)] = value
@@ -465,8 +471,8 @@ class ObjectState:
         self._holder = outer
 
 
-def _is_users_method(value: object) -> bool:
-    """Return whether a value is a bound method of a user's, of a generator, or one that is not written in Python."""
+def is_searched_method(value: object) -> bool:
+    """Return whether a value is a method whose object is searched: a user's, a generator's, or not one in Python."""
     if isinstance(value, types.MethodType):
         function = value.__func__
         return is_users(function) or isinstance(value.__self__, GENERATORS) or not isinstance(function, _FUNCTIONS)

@@ -168,7 +168,7 @@ def _definitions_among(value: Any) -> list[type | types.FunctionType]:
     """Return the user's functions and classes among the items of a container, such as a register of losses."""
     if not isinstance(value, dict | list | tuple) or len(value) > _MOST_DEFINITIONS:
         return []
-    items = [*value.values()] if isinstance(value, dict) else [*value]
+    items = [*dict.values(value)] if isinstance(value, dict) else [*value]  # its class's own may load libraries
     return [each for each in map(_definition_of, items) if each is not None]
 
 

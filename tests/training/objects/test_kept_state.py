@@ -439,6 +439,15 @@ def test_state_of_a_task_that_saves_itself_is_what_it_says():
     assert again.calls == 4
 
 
+def test_state_of_a_task_that_saves_itself_is_not_reached_by_its_schedule():
+    task, model = SavesItself(), nn.Linear(1, 1)
+    state = KeptState(task, model, task.build_optimizer(model))
+    state.add_schedule(lambda seen: task.calls)
+    task.calls, task.other = 4, object()
+    state.tensors()
+    assert (state.lost, state.changed_since([])) == ({}, [])
+
+
 class Recorder:
     """Stand-in for a writer of a library, with values that no checkpoint could hold."""
 

@@ -94,7 +94,12 @@ class KeptState:
 
     def state_now(self) -> ObjectState:
         """Return the state of all watched objects, for a later comparison."""
-        return ObjectState(self._watched, sees_data=True, sees_unsaved_buffers=True)
+        return ObjectState(
+            self._watched,
+            sees_data=True,
+            sees_unsaved_buffers=True,
+            without=self._task if self._saves_itself else None,  # a schedule may hold it
+        )
 
     def _known_objects(self) -> KnownObjects:
         """Return the objects that an attribute may reference; the contents of model and owners are kept elsewhere."""

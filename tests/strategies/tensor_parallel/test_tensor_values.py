@@ -225,6 +225,23 @@ def test_parts_of_one_layer_that_are_used_again_after_a_change_are_refused():
     assert "uses queries, keys and values of one layer again after it changed one of them in place" in str(found)
 
 
+def cached_norms() -> Any:
+    """Return a loss that computes the norm of a weight again if the weight is at another place, or has changed."""
+    norms: dict[tuple[int, int], float] = {}
+
+    def loss(model: nn.Module, x: Tensor) -> Tensor:
+        for weight in (model.fc1.weight, model.fc2.weight):
+            key = (weight.data_ptr(), weight._version)
+            norms.setdefault(key, float(weight.detach().norm()))
+        return mean_square(model, x) * norms[key] / len(norms)
+
+    return loss
+
+
+def test_weights_are_told_apart_by_their_places_and_versions():
+    assert_all_exact([(Pair, cached_norms)])
+
+
 # derivatives of derivatives
 
 

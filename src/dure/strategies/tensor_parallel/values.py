@@ -17,6 +17,7 @@ from torch.overrides import TorchFunctionMode
 
 from dure.errors import TaskInvalid
 from dure.strategies.contract.batches import map_tensors
+from dure.strategies.state.tensor_shard import version_of
 from dure.strategies.tensor_parallel.boundary import (
     from_local,
     gathered,
@@ -28,7 +29,7 @@ from dure.strategies.tensor_parallel.boundary import (
 )
 from dure.strategies.tensor_parallel.fused import OF_GRADIENT, is_fused, may_be_asked, on_fused, whole_of_fused
 from dure.strategies.tensor_parallel.rules import COMPUTED, MAY_VIEW, UNTOUCHED, changes_first, has_no_rule
-from dure.torchcompat import is_operator
+from dure.torchcompat import is_operator, local_tensor
 
 
 def undivided(values: Any) -> Any:
@@ -97,6 +98,10 @@ class DividedValues(TorchFunctionMode):
                     "--tensor-parallel.plan"
                 )
             return on_fused(func, *args, **kwargs)
+        if name == "__get__" and getattr(func, "__self__", None) is Tensor._version:
+            return _version(func, *args)
+        if func is Tensor.data_ptr:
+            return func(local_tensor(args[0]))
         if name in UNTOUCHED:
             return func(*args, **kwargs)
         handler = _HANDLERS.get(func)
@@ -132,6 +137,12 @@ def _is_view(func: Any, given: Any, args: tuple[Any, ...], kwargs: dict[str, Any
     like = torch.empty_strided(given.shape, given.stride(), dtype=given.dtype, device="meta")
     named = {name: value for name, value in kwargs.items() if name != "input"}
     return func(like, *args, **named).untyped_storage() is like.untyped_storage()
+
+
+def _version(get: Any, value: Any, *owner: Any) -> int:
+    """Return the number of in-place changes: of the whole, and of the part by itself, as by the optimiser."""
+    own: int = get(value, *owner)
+    return own + version_of(local_tensor(value))
 
 
 def _first_divided(values: Any) -> Any:

@@ -7,9 +7,10 @@ and never by time, because all ranks must come to the same result.
 
 import copy
 import inspect
+import io
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
-from contextlib import AbstractContextManager, nullcontext, suppress
+from contextlib import AbstractContextManager, nullcontext, redirect_stdout, suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -458,7 +459,9 @@ class _Trial:
                     for key, value in small.items()
                 }
         counters = StepCounters(self._landmarks) if self._landmarks else None
-        with within:
+        # what an optimiser says of its thousandth step is not true
+        silence = _AS_IT_IS if counters is None else redirect_stdout(io.StringIO())
+        with within, silence:
             for number, gradients in enumerate(self._gradients):
                 if counters is not None:
                     counters.before_step(self._optimizer, number)

@@ -2,6 +2,7 @@
 
 from functools import partial
 from itertools import pairwise
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -91,6 +92,31 @@ def test_optimiser_that_couples_elements_in_a_late_step_is_not_cut():
     optimizer = SeldomEach(model().parameters(), lr=0.1)
     assert reason_not_to_divide(optimizer) is None
     assert reason_not_to_cut(optimizer) == "what it does to one element depends on the others of its tensor"
+
+
+class WarmsUp(optim.SGD):
+    """Raises its rate over forty steps, which it counts in an attribute, or deep in one."""
+
+    def __init__(self, parameters, how):
+        super().__init__(parameters, lr=0.1)
+        self.how, self.calls, self.counts, self.clock = how, 0, {"all": [0]}, SimpleNamespace(calls=0)
+
+    def step(self, closure=None):
+        self.calls += 1
+        self.counts["all"][0] += 1
+        self.clock.calls += 1
+        count = {"attribute": self.calls, "list": self.counts["all"][0], "object": self.clock.calls}[self.how]
+        for group in self.param_groups:
+            group["lr"] = 0.1 * min(1.0, count / 40)
+        super().step()
+
+
+@pytest.mark.parametrize("how", ["attribute", "list", "object"])
+def test_optimiser_that_counts_its_steps_anywhere_is_divided_and_its_counts_put_back(how):
+    optimizer = WarmsUp(model().parameters(), how)
+    assert reason_not_to_divide(optimizer) is None
+    assert reason_not_to_cut(optimizer) is None
+    assert (optimizer.calls, optimizer.counts["all"][0], optimizer.clock.calls) == (0, 0, 0)
 
 
 class Estimating(optim.SGD):

@@ -27,6 +27,7 @@ from dure.strategies.division.held_models import held_model
 from dure.strategies.division.late_steps import STEPS_BEFORE, STEPS_EACH, StepCounters, landmarks_of
 from dure.strategies.division.stand_ins import StandIn
 from dure.strategies.division.step_hooks import fault_of_hooks
+from dure.strategies.state.objects.object_state import ObjectState
 from dure.torchcompat import is_step_replaced, local_tensor, own_attributes, step_without_hooks
 
 _AS_IT_IS = nullcontext()
@@ -182,6 +183,7 @@ class _Subject:
         self.is_sparse = False
         """True if gradients are sparse, as those of a sparse embedding."""
         self._attributes = dict(vars(optimizer))
+        self._beneath = ObjectState({"optimizer": optimizer})
 
     @property
     def _share(self) -> float:
@@ -189,12 +191,14 @@ class _Subject:
         return 1 / 64 if self.is_sparse else 1.0
 
     def put_back_attributes(self) -> None:
-        """Restore the attributes of the optimiser."""
+        """Restore the attributes of the optimiser, and what they hold."""
         vars(self.optimizer).clear()
         vars(self.optimizer).update(self._attributes)
+        self._beneath.put_back()
 
     def take_copies(self) -> None:
         """Set copies of the optimiser's attributes, such as a count of its calls, which steps change instead."""
+        self.put_back_attributes()
         vars(self.optimizer).clear()
         vars(self.optimizer).update({name: _copied(value) for name, value in self._attributes.items()})
 
@@ -434,8 +438,8 @@ class _Trial:
         """
         cut = (lambda tensor: tensor) if half is None else half.of
         chosen = {position: cut(self._values[position]).clone().requires_grad_() for position in positions}
+        self._subject.take_copies()
         if not self._is_first:
-            self._subject.take_copies()
             for position, tensor in chosen.items():
                 chosen[position] = _like_parameter(
                     tensor, self.parameters[position], has_class=has_classes and half is None

@@ -448,6 +448,16 @@ def test_state_of_a_task_that_saves_itself_is_not_reached_by_its_schedule():
     assert (state.lost, state.changed_since([])) == ({}, [])
 
 
+def test_state_of_a_task_that_a_hook_of_the_optimiser_holds_has_the_tasks_paths():
+    task, model = Task(), nn.Linear(1, 1)
+    optimizer = task.build_optimizer(model)
+    optimizer.register_step_post_hook(lambda *_: task.calls)
+    state = KeptState(task, model, optimizer)
+    task.calls += 1
+    state.tensors()
+    assert (state.lost, state.changed_since([])) == ({}, ["task.calls"])
+
+
 class Recorder:
     """Stand-in for a writer of a library, with values that no checkpoint could hold."""
 

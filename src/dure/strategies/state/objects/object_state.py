@@ -243,6 +243,8 @@ class ObjectState:
         self._places.append(place)
 
     def _look_into(self, path: str, value: Any) -> None:
+        if id(value) in self._roots and self._by_name.get(path) is not value:
+            return  # a hook of the optimiser may hold the task, whose state has its own paths
         if self._sees_data and isinstance(value, Dataset) and id(value) not in self._seen:
             self._seen[id(value)] = value
             self._attributes(path, value)

@@ -90,9 +90,10 @@ class DDP(Strategy):
 
     def distribute(self) -> None:
         """Wrap the objective in DDP, which also sends rank 0's parameters to all ranks."""
+        has_sparse_gradients = any(getattr(module, "sparse", False) is True for module in self.model.modules())
         # torch's DDP divides by the world size, so the losses are multiplied by it; not if gradients are nonlinear in
-        # the loss
-        is_sum = self.traits.nonlinear_gradients and self.options.compression is None
+        # the loss, or sparse: it divides these in place, and those of two tables whose rows are added share memory
+        is_sum = (self.traits.nonlinear_gradients or has_sparse_gradients) and self.options.compression is None
         self.gradient_divisor = 1 if is_sum else self.group.world_size
         self._fixed_facts: dict[tuple[float, Requests], tuple[Tensor, Tensor]] = {}
         self.objective = ObjectiveModule(self, self.model)
@@ -103,7 +104,6 @@ class DDP(Strategy):
             gradient_as_bucket_view=self.options.gradient_as_bucket_view,
             find_unused_parameters=self.options.find_unused_parameters,
         )
-        has_sparse_gradients = any(getattr(module, "sparse", False) is True for module in self.model.modules())
         if not (self.options.find_unused_parameters or has_sparse_gradients):
             # when it searches for unused parameters DDP keeps its first order; a rehearsal has no sparse gradients
             self._rehearse()

@@ -1,0 +1,55 @@
+"""Gradients that torch's DDP reduces."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.optim import SGD, Optimizer
+
+from tests.conformance.cases import TO_ROUNDING, largest_difference, train_case, weights_of
+from tests.conformance.zoo.feature import STEPS, Samples, ZooTask
+
+
+class Factors(nn.Module):
+    """Factorisation of a matrix with a bias for each row and each column, whose gradients share memory."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        sizes = {"row": 4, "row_bias": 1, "column": 4, "column_bias": 1}
+        self.tables = nn.ModuleDict({name: nn.Embedding(12, size, sparse=True) for name, size in sizes.items()})
+
+    def forward(self, places: Tensor) -> Tensor:
+        row, column = places.unbind(1)
+        product = (self.tables["row"](row) * self.tables["column"](column)).sum(1)
+        rated: Tensor = (
+            product + self.tables["row_bias"](row).squeeze(1) + self.tables["column_bias"](column).squeeze(1)
+        )
+        return rated
+
+
+class Recommender(ZooTask):
+    def build_model(self) -> nn.Module:
+        return Factors().double()
+
+    def train_data(self) -> Any:
+        generator = torch.Generator().manual_seed(2)
+        return Samples(torch.randint(12, (22, 2), generator=generator), torch.randn(22, generator=generator).double())
+
+    def eval_data(self) -> Any:
+        return None
+
+    def build_optimizer(self, model: nn.Module) -> Optimizer:
+        return SGD(model.parameters(), lr=0.1)
+
+    def loss(self, model: nn.Module, batch: Any) -> Any:
+        places, ratings = batch
+        return functional.mse_loss(model(places), ratings)
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "zero1"])
+def test_sparse_gradients_that_share_memory_are_exact(strategy: str, tmp_path: Path) -> None:
+    one, many = (train_case(tmp_path, Recommender(), *how, **STEPS) for how in [(), (strategy, 2)])
+    assert largest_difference(weights_of(one), weights_of(many)) < TO_ROUNDING

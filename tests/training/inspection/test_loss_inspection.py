@@ -135,6 +135,7 @@ DRAWING = [
     lambda x, task: x * torch.empty_like(x).exponential_(2.0),
     lambda x, task: x * torch.empty_like(x).normal_(1.0, 0.1),
     lambda x, task: x * torch.randint(1, 5, (len(x), 1)),
+    lambda x, task: x * torch.multinomial(torch.arange(1.0, 31.0), len(x), replacement=True)[:, None],
     lambda x, task: x * torch.bernoulli(x.sigmoid()),
     lambda x, task: torch.distributions.Normal(x, 0.1).rsample(),
     lambda x, task: torch.distributions.Categorical(logits=x).sample()[:, None] * x,

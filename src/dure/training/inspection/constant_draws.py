@@ -108,8 +108,10 @@ class ConstantDraws(EagerDispatchMode):
         if kind is aten.bernoulli:
             own = given["self"]
             return torch.empty_like(own).copy_(torch.as_tensor(self._quantile < given.get("p", own)))
-        if given["num_samples"] > given["self"].shape[-1]:
-            return given["self"].argmax(-1, keepdim=True).expand(*given["self"].shape[:-1], given["num_samples"])
+        if given.get("replacement", False):  # independent draws, of which a part of a batch may take fewer
+            sums = given["self"].cumsum(-1)
+            found = (sums <= self._quantile * sums[..., -1:]).sum(-1, keepdim=True).clamp(max=sums.shape[-1] - 1)
+            return found.expand(*sums.shape[:-1], given["num_samples"]).clone()
         return given["self"].topk(given["num_samples"], -1).indices
 
     def _dropped(self, value: Tensor, probability: float) -> tuple[Tensor, Tensor]:

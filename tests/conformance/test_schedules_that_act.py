@@ -14,6 +14,7 @@ import dure
 from tests.conformance.cases import train_case
 from tests.conformance.zoo.cell import reference_of, run_cell
 from tests.conformance.zoo.feature import FEATURES, OUT, STEPS, Feature, Samples, ZooTask, chain, data
+from tests.conformance.zoo.later import KeptMask
 
 
 class ActsOnce(ZooTask):
@@ -105,7 +106,7 @@ class LeavesTeacherOut(ZooTask):
 
 @pytest.mark.parametrize(("strategy", "way"), [("single", "resumed"), ("single", "killed"), ("ddp", "killed")])
 def test_schedule_when_it_keeps_what_it_made_then_that_survives(strategy: str, way: str, tmp_path: Path) -> None:
-    feature = FEATURES["KeptMask"]
+    feature = FEATURES[KeptMask.__name__]
     assert run_cell(feature, strategy, way, reference_of(feature, tmp_path), tmp_path).kind == "exact"
 
 

@@ -62,7 +62,7 @@ def _numbers_of(function: Any, seen: set[types.CodeType]) -> Iterator[int]:
 
 def _numbers_in(values: Any) -> Iterator[int]:
     for value in values:
-        if isinstance(value, int | float) and not isinstance(value, bool) and float(value).is_integer():
+        if isinstance(value, int | float) and not isinstance(value, bool) and value == value // 1:
             yield int(value)
 
 

@@ -33,7 +33,7 @@ class Counted(Regression):
         return super().loss(model, batch)
 
 
-def check_steps(folder: Path, strategy: str, nproc: int) -> None:
+def check_steps(folder: Path, strategy: str, nproc: int, waits: int) -> None:
     """Check what lies between two calls of the loss."""
     notes = folder / "notes"
     notes.mkdir()
@@ -46,10 +46,17 @@ def check_steps(folder: Path, strategy: str, nproc: int) -> None:
         ]
         usual, times = Counter(steps).most_common(1)[0]
         # the facts of the step before, for which two events are waited, and the three tensors of a batch
-        assert usual == (0, 1, 3, 2), Counter(steps)
+        assert usual == (0, waits - 1, 3, waits), Counter(steps)
         assert times > LEAST_USUAL * len(steps), Counter(steps)
 
 
-@pytest.mark.parametrize(("strategy", "nproc"), [("single", 1), ("ddp", 2), ("zero1", 2), ("fsdp", 2), ("ring_ddp", 2)])
-def test_step_waits_for_the_facts_of_the_one_before_and_copies_its_batch(strategy, nproc, simulated_devices, tmp_path):
-    simulated_devices.call(check_steps, tmp_path, strategy=strategy, nproc=nproc)
+@pytest.mark.parametrize(
+    ("strategy", "nproc", "waits"),
+    [
+        *[(strategy, 2, 2) for strategy in ("dp", "ddp", "zero1", "fsdp", "ring_ddp")],
+        ("single", 1, 2),
+        ("tensor_parallel", 2, 3),  # and for what the ranks have drawn in the step before
+    ],
+)
+def test_step_waits_for_the_step_before_and_copies_its_batch(strategy, nproc, waits, simulated_devices, tmp_path):
+    simulated_devices.call(check_steps, tmp_path, strategy=strategy, nproc=nproc, waits=waits)

@@ -24,11 +24,32 @@ class Requests(NamedTuple):
 NO_REQUESTS = Requests()
 
 
+class DeferredRead:
+    """Numbers of a tensor, of an accelerator copied to the host behind the computation.
+
+    `read` waits for what was enqueued before the copy, and for nothing that came after it.
+    """
+
+    def __init__(self, numbers: Tensor) -> None:
+        self._numbers = numbers
+        self._event: torch.Event | None = None
+        if numbers.device.type != "cpu":
+            self._numbers = torch.empty(numbers.shape, dtype=numbers.dtype, pin_memory=numbers.device.type == "cuda")
+            self._numbers.copy_(numbers, non_blocking=True)
+            self._event = torch.Event(device=numbers.device)
+            self._event.record()
+
+    def read(self) -> list[float]:
+        """Return the numbers of a tensor with one dimension."""
+        if self._event is not None:
+            self._event.synchronize()
+        return self._numbers.tolist()
+
+
 class StepFacts:
     """Facts of a step over all ranks: loss sum, loss count and requests.
 
-    On an accelerator the numbers are copied to the host behind the computation; `read` waits for them. There the loop
-    reads them one step late, so that the device never runs out of work.
+    On an accelerator the loop reads them one step late, so that the device never runs out of work.
     """
 
     def __init__(self, facts: Tensor | Sequence[float], terms: "Sequence[LossTerm]", *, is_local: bool = False) -> None:
@@ -39,14 +60,7 @@ class StepFacts:
         """
         self.is_local = is_local
         self._terms = terms
-        self._event: torch.Event | None = None
-        if isinstance(facts, Tensor) and facts.device.type != "cpu":
-            host = torch.empty(facts.shape, dtype=facts.dtype, pin_memory=facts.device.type == "cuda")
-            host.copy_(facts, non_blocking=True)
-            self._event = torch.Event(device=facts.device)
-            self._event.record()
-            facts = host
-        self._facts = facts
+        self._facts = DeferredRead(facts) if isinstance(facts, Tensor) else facts
 
     def is_locally_finite(self) -> bool:
         """Return whether this rank's own losses of the step were finite."""
@@ -54,9 +68,7 @@ class StepFacts:
 
     def read(self) -> tuple[float, float, Requests]:
         """Return loss sum, loss count and the requests."""
-        if self._event is not None:
-            self._event.synchronize()
-        values = self._facts.tolist() if isinstance(self._facts, Tensor) else self._facts
+        values = self._facts.read() if isinstance(self._facts, DeferredRead) else self._facts
         loss_sum, count, stop, save = values
         if isinstance(count, float) and math.isfinite(count) and self._counts_whole():
             count = round(count)  # it was converted to float32 on the way

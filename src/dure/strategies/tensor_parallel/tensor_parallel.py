@@ -36,7 +36,7 @@ from dure.strategies.contract.batches import Microbatch
 from dure.strategies.contract.context import StrategyContext
 from dure.strategies.contract.declarations import Findings
 from dure.strategies.contract.reduced_facts import reduced_facts
-from dure.strategies.contract.step_facts import Requests, StepFacts
+from dure.strategies.contract.step_facts import DeferredRead, Requests, StepFacts
 from dure.strategies.contract.weight_rules import WeightRules
 from dure.strategies.sharded.local_shards import ShardedStrategy, share_bytes, whole_bytes
 from dure.strategies.state.containers import attributes_of, map_leaves, set_attribute
@@ -103,6 +103,8 @@ class TensorParallel(ShardedStrategy):
 
     def __init__(self, context: StrategyContext) -> None:
         super().__init__(context)
+        self._draws_before: DeferredRead | None = None
+        """What ranks have drawn in the last step, on an accelerator."""
         self._axes = parse_mesh(self.spec.mesh, AXES, self.group.world_size)
         index, position = (coordinate_of(self._axes, axis, self.group.rank) for axis in ("data", "tensor"))
         self.take_share(DataShare(index=index, count=self._axes["data"], leads=position == 0))
@@ -234,7 +236,10 @@ class TensorParallel(ShardedStrategy):
         """Sum gradients over the data axis, and the facts over all ranks."""
         self.shards.take_gradients()
         flags = [float(parameter.grad is not None) for parameter in self.trainable]
-        beside = torch.tensor([self._draws(), *flags], dtype=self.sums.dtype, device=self.device)
+        # filled on the device where that is possible: a copy of a list would wait for it
+        drawn = torch.full((1,), self._draws(), dtype=self.sums.dtype, device=self.device)
+        used = drawn.new_ones(len(flags)) if all(flags) else drawn.new_tensor(flags)
+        beside = torch.cat([drawn, used])
         facts = reduced_facts(self, beside)
         if self.mesh.size("data") > 1:
             self._add_up_over_data()
@@ -244,7 +249,7 @@ class TensorParallel(ShardedStrategy):
             for parameter, by_any in zip(self.trainable, beside[1:].tolist(), strict=True):
                 if not by_any:
                     parameter.grad = None
-        self._check_draws(beside[0])
+        self._check_draws(beside[:1])
         return facts
 
     def _add_up_over_data(self) -> None:
@@ -287,9 +292,10 @@ class TensorParallel(ShardedStrategy):
         Raises:
             RanksDisagree: State that should be equal on these ranks would differ from then on.
         """
-        before = total if self.device.type == "cpu" else getattr(self, "_draws_before", None)
-        self._draws_before = total
-        if before is not None and before.item() != 0:
+        now = DeferredRead(total)
+        before = now if self.device.type == "cpu" else self._draws_before
+        self._draws_before = now
+        if before is not None and before.read() != [0.0]:
             raise RanksDisagree(
                 "ranks of a tensor group did not draw the same random numbers: something in the model draws for "
                 "divided values other than by functional.dropout, or on some ranks alone; draw on all ranks alike, or "

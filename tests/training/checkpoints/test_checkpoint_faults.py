@@ -191,6 +191,7 @@ def test_leftovers_when_their_process_is_dead_are_removed_and_a_live_save_is_not
     dead = tmp_path / f".writing-samples-000000000016-{os.getpid()}"
     shutil.copytree(path, dead)
     shutil.copytree(path, tmp_path / ".trash-samples-000000000004")
+    (tmp_path / ".best.writing").write_text("samples-")
     live = tmp_path / ".writing-samples-000000000024-live"
     live.mkdir()
     lock = checkpoint_writer.lock_writing_directory(live)

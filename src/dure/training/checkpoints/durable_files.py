@@ -15,6 +15,9 @@ from dure.units import format_bytes
 FULL_TEXT = "found no space left"
 """Words in every message about a disk that was full while a file was written."""
 
+HALF_REPLACED = ".*.writing"
+"""Pattern of the names of files that `replace_file` has begun to write."""
+
 Buffer = bytes | bytearray | memoryview
 
 
@@ -42,7 +45,10 @@ def write_new_file(path: Path, buffers: Iterable[Buffer]) -> tuple[int, str]:
 
 
 def replace_file(path: Path, text: str) -> None:
-    """Replace a small text file so that a reader sees either the old or the new text, never a part."""
+    """Replace a small text file so that a reader sees either the old or the new text, never a part.
+
+    A process that is killed meanwhile may leave a file with a name like `HALF_REPLACED`.
+    """
     new = path.with_name(f".{path.name}.writing")
     new.unlink(missing_ok=True)
     try:

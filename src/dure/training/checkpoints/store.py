@@ -17,7 +17,7 @@ from pathlib import Path
 
 from dure.errors import CheckpointDamaged, CheckpointMismatch, DureError
 from dure.own_files import sync_folder
-from dure.training.checkpoints.durable_files import open_regular, replace_file
+from dure.training.checkpoints.durable_files import HALF_REPLACED, open_regular, replace_file
 from dure.training.checkpoints.manifest import Manifest, read_manifest
 from dure.training.checkpoints.reader import verify
 from dure.training.checkpoints.writer import NAME, WRITING, is_being_written
@@ -87,6 +87,8 @@ class CheckpointStore:
         for path in [*self.root.glob(f"{WRITING}*"), *self.root.glob(f"{TRASH}*")]:
             if path.is_dir() and not path.is_symlink() and not is_being_written(path):
                 shutil.rmtree(path, ignore_errors=True)
+        for path in self.root.glob(HALF_REPLACED):
+            path.unlink(missing_ok=True)
         sync_folder(self.root)
 
     def positions(self) -> list[tuple[Path, int]]:

@@ -151,7 +151,7 @@ def test_event_when_the_disk_takes_only_a_part_of_it_then_this_is_an_error_and_t
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, ((run.path / "events.jsonl").stat().st_size + 10, limits[1]))
     try:
-        with pytest.raises(RunInvalid, match=r"events\.jsonl cannot be written: File too large"):
+        with pytest.raises(DiskFull, match=r"events\.jsonl cannot be written: the disk is full; .* `ulimit -f`"):
             run.append_event(Warned(message="two"))
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)

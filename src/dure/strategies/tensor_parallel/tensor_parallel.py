@@ -104,7 +104,7 @@ class TensorParallel(ShardedStrategy):
     def __init__(self, context: StrategyContext) -> None:
         super().__init__(context)
         self._draws_before: DeferredRead | None = None
-        """What ranks have drawn in the last step, on an accelerator."""
+        """Fingerprint of the draws in the step before, on an accelerator."""
         self._axes = parse_mesh(self.spec.mesh, AXES, self.group.world_size)
         index, position = (coordinate_of(self._axes, axis, self.group.rank) for axis in ("data", "tensor"))
         self.take_share(DataShare(index=index, count=self._axes["data"], leads=position == 0))

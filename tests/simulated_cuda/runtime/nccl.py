@@ -103,15 +103,19 @@ def _call(core: ModuleType, name: str) -> Callable[..., Any]:
         if name.endswith(("_single", "_base")):  # NCCL sees memory; gloo wants as many rows as ranks
             given = [arg.view(-1) if isinstance(arg, Tensor) else arg for arg in given]
         work = getattr(self._on_host, name)(*given, **kwargs)
-        if name != "allreduce" and not is_mean:
+        if is_mean:
+            work.wait()
+            for tensor in _tensors((_on_host(core, args[0]),)):
+                tensor.div_(self.size())
+            done: torch.futures.Future[Any] = torch.futures.Future()
+            done.set_result(args[0])
+            return torch._C._distributed_c10d._create_work_from_future(done)
+        if name != "allreduce":
             return work
 
         def given_back(done: "torch.futures.Future[Any]") -> Any:
             """Return the device's tensors, which DDP copies from if they are others than it gave."""
             done.wait()
-            if is_mean:
-                for tensor in _tensors((_on_host(core, args[0]),)):
-                    tensor.div_(self.size())
             return args[0]
 
         return torch._C._distributed_c10d._create_work_from_future(work.get_future().then(given_back))

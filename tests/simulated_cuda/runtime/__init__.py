@@ -3,8 +3,7 @@
 `import torch` calls `autoload`. If `SIMULATED_GPUS` is set, a CPU build of torch shows CUDA from then on; otherwise
 nothing changes. `torch.cuda.simulated` is the compiled part: counts, memory, and devices that break.
 
-Variables: `SIMULATED_GPUS`, the number of devices of this host; `SIMULATED_GPU_BYTES`, the memory of each;
-`SIMULATED_GPUS_FORK`, with which a forked process may use devices that its parent has used.
+Variables: `SIMULATED_GPUS`, the number of devices of this host; `SIMULATED_GPU_BYTES`, the memory of each.
 """
 
 import importlib.util

@@ -30,7 +30,6 @@ int num_physical() {
   return told ? std::min<int>(std::atoi(told), kMostDevices) : 0;
 }
 
-bool may_fork() { return std::getenv("SIMULATED_GPUS_FORK") != nullptr; }
 }  // namespace
 
 std::string uuid_of(int physical) {
@@ -73,7 +72,7 @@ c10::DeviceIndex index_of(int index) { return index < 0 ? current : static_cast<
 void claim() {
   const pid_t here = getpid();
   pid_t none = 0;
-  if (owner.compare_exchange_strong(none, here) || may_fork()) return;
+  if (owner.compare_exchange_strong(none, here)) return;
   TORCH_CHECK(
       owner == here,
       "Cannot re-initialize CUDA in forked subprocess. To use CUDA with multiprocessing, you must use the 'spawn' "
@@ -87,7 +86,7 @@ void start() {
 }
 
 bool is_started_here() { return latest == getpid(); }
-bool is_started_elsewhere() { return owner != 0 && owner != getpid() && !may_fork(); }
+bool is_started_elsewhere() { return owner != 0 && owner != getpid(); }
 
 void break_device(int index, const std::string& error) {
   std::lock_guard<std::mutex> held(errors_lock);

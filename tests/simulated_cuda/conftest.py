@@ -1,5 +1,5 @@
-"""Fixture of the simulated devices."""
+"""Fixtures of the simulated devices."""
 
-from tests.simulated_cuda.devices import simulated_devices
+from tests.simulated_cuda.devices import devices_from_outside, simulated_devices
 
-__all__ = ["simulated_devices"]
+__all__ = ["devices_from_outside", "simulated_devices"]

@@ -20,11 +20,12 @@ BUILD_SECONDS = 600
 
 
 class SimulatedDevices:
-    """Processes that see simulated CUDA devices."""
+    """Processes that see simulated devices."""
 
-    def __init__(self, site: Path) -> None:
+    def __init__(self, site: Path, device_type: str = "cuda") -> None:
         paths = [str(site), str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
-        self._prewarmed = Prewarmed("env", "SIMULATED_GPUS=2", f"PYTHONPATH={os.pathsep.join(paths)}")
+        settings = ["SIMULATED_GPUS=2", f"SIMULATED_DEVICE_TYPE={device_type}"]
+        self._prewarmed = Prewarmed("env", *settings, f"PYTHONPATH={os.pathsep.join(paths)}")
 
     def start(self, folder: Path, *argv: object, devices: int = 2, **environment: str) -> Command:
         """Start a `dure` command."""
@@ -60,11 +61,23 @@ class SimulatedDevices:
 @pytest.fixture(scope="session")
 def simulated_devices(request: pytest.FixtureRequest) -> Iterator[SimulatedDevices]:
     """Build the simulation, once for all workers, and start the process to fork from."""
-    if reason := build.reason_not_built():
-        pytest.skip(reason)
-    devices = SimulatedDevices(build.site_folder(request.config.cache.mkdir("simulated_cuda")))
+    devices = SimulatedDevices(_site(request))
     yield devices
     devices.close()
+
+
+@pytest.fixture(scope="session")
+def devices_from_outside(request: pytest.FixtureRequest) -> Iterator[SimulatedDevices]:
+    """Start a process to fork from whose devices are of a kind that torch does not know by itself: `fieldgpu`."""
+    devices = SimulatedDevices(_site(request), "privateuse1")
+    yield devices
+    devices.close()
+
+
+def _site(request: pytest.FixtureRequest) -> Path:
+    if reason := build.reason_not_built():
+        pytest.skip(reason)
+    return build.site_folder(request.config.cache.mkdir("simulated_cuda"))
 
 
 def on_devices(count: int = 2, **environment: str) -> Callable[[Callable[[Path], object]], Callable[..., None]]:

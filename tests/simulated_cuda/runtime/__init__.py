@@ -1,7 +1,9 @@
-"""Simulated CUDA devices: memory and kernels are the host's, the rules are CUDA's.
+"""Simulated devices: memory and kernels are the host's, the rules are CUDA's.
 
 `import torch` calls `autoload`. If `SIMULATED_GPUS` is set, a CPU build of torch shows CUDA from then on; otherwise
-nothing changes. `torch.cuda.simulated` is the compiled part: counts, memory, and devices that break.
+nothing changes. `torch.cuda.simulated` is the compiled part: counts, memory, and devices that break. If
+`SIMULATED_DEVICE_TYPE` is `privateuse1`, the same devices are of a kind from outside, as torch has it for makers of
+others: `torch.fieldgpu`, with the backend `fieldccl`.
 
 Variables: `SIMULATED_GPUS`, the number of devices of this host; `SIMULATED_GPU_BYTES`, the memory of each.
 """
@@ -22,10 +24,13 @@ def autoload() -> None:
     if CORE in sys.modules or not os.environ.get("SIMULATED_GPUS") or torch.version.cuda:
         return
     core = _load_quietly()
-    from simulated_cuda_runtime import cuda, nccl
+    from simulated_cuda_runtime import cuda, nccl, outside
 
-    cuda.show(core)
-    nccl.show(core)
+    if core.kind == "cuda":
+        cuda.show(core)
+        nccl.show(core)
+    else:
+        outside.show(core)
 
 
 def _load_quietly() -> ModuleType:

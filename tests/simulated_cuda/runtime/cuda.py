@@ -15,16 +15,25 @@ def show(core: ModuleType) -> None:
     cuda = torch.cuda
     torch.version.cuda = "13.0"
     cuda.simulated = core
-    for name, found in {**_counting(core), **_describing(core), **_drawing(core), **_measuring(core)}.items():
-        setattr(cuda, name, found)
-    for name, found in _streaming().items():
+    for name, found in functions_of(core).items():
         setattr(cuda, name, found)
     for name, found in _compiled(core).items():
         setattr(torch._C, name, found)
     cuda.nccl.version = lambda: (2, 28, 0)
-    cuda.empty_cache = lambda: None
     torch.backends.cudnn.is_acceptable = lambda tensor: False  # it warns of every build without cuDNN
-    _let_storages_move(core)
+    let_storages_move(core)
+
+
+def functions_of(core: ModuleType) -> dict[str, Any]:
+    """Return what the module of a kind of devices, such as `torch.cuda`, has."""
+    return {
+        **_counting(core),
+        **_describing(core),
+        **_drawing(core),
+        **_measuring(core),
+        **_streaming(core),
+        "empty_cache": lambda: None,
+    }
 
 
 def index_of(core: ModuleType, device: Any = None) -> int:
@@ -38,8 +47,9 @@ def index_of(core: ModuleType, device: Any = None) -> int:
 
 def _counting(core: ModuleType) -> dict[str, Any]:
     def is_available() -> bool:
-        # without this variable torch asks the driver, after which a forked process has no devices
-        if core.num_devices() and os.environ.get("PYTORCH_NVML_BASED_CUDA_CHECK") != "1":
+        # without this variable torch asks CUDA's driver, after which a forked process has no devices; the others do not
+        is_safe = core.kind != "cuda" or os.environ.get("PYTORCH_NVML_BASED_CUDA_CHECK") == "1"
+        if not is_safe and core.num_devices():
             core.claim()
         return core.num_devices() > 0
 
@@ -52,7 +62,7 @@ def _counting(core: ModuleType) -> dict[str, Any]:
         "is_available": is_available,
         "is_initialized": core.is_started_here,
         "_is_in_bad_fork": core.is_started_elsewhere,
-        "_lazy_init": lambda: setattr(torch.cuda, "_initialized", True),
+        "_lazy_init": lambda: setattr(torch.get_device_module(core.kind), "_initialized", True),
         "device_count": core.num_devices,
         "current_device": core.current_device,
         "set_device": lambda device: core.set_device(index_of(core, device)),
@@ -99,8 +109,8 @@ def _drawing(core: ModuleType) -> dict[str, Any]:
     generators = Generators()
     return {
         "default_generators": generators,
-        "get_rng_state": lambda device="cuda": of(device).get_state(),
-        "set_rng_state": lambda state, device="cuda": of(device).set_state(state),
+        "get_rng_state": lambda device=core.kind: of(device).get_state(),
+        "set_rng_state": lambda state, device=core.kind: of(device).set_state(state),
         "manual_seed": lambda seed: of(None).manual_seed(int(seed)) and None,
         "manual_seed_all": lambda seed: [one.manual_seed(int(seed)) for one in generators] and None,
         "initial_seed": lambda: of(None).initial_seed(),
@@ -121,21 +131,21 @@ def _measuring(core: ModuleType) -> dict[str, Any]:
     }
 
 
-def _streaming() -> dict[str, Any]:
+def _streaming(core: ModuleType) -> dict[str, Any]:
     class Stream(torch.Stream):
         """A stream whose work nobody sees before they have waited for it."""
 
         def __new__(cls, device: Any = None, priority: int = 0, **more: Any) -> "Stream":
             if {"stream_id", "device_index"} <= more.keys():
                 return torch.Stream.__new__(cls, **more)
-            found = torch.device("cuda" if device is None else device)
+            found = torch.device(core.kind if device is None else device)
             return torch.Stream.__new__(cls, device=found, priority=priority)
 
     class Event(torch.Event):
         """A point in a stream's work."""
 
         def __new__(cls, enable_timing: bool = False, blocking: bool = False, **unused: Any) -> "Event":
-            return torch.Event.__new__(cls, device="cuda", enable_timing=enable_timing, blocking=blocking)
+            return torch.Event.__new__(cls, device=core.kind, enable_timing=enable_timing, blocking=blocking)
 
         def record(self, stream: torch.Stream | None = None) -> None:
             super().record(torch.accelerator.current_stream() if stream is None else stream)
@@ -150,7 +160,9 @@ def _streaming() -> dict[str, Any]:
         "set_stream": torch.accelerator.set_stream,
         "current_stream": lambda device=None: torch.accelerator.current_stream(device),
         "default_stream": lambda device=None: Stream(
-            stream_id=0, device_index=torch.accelerator.current_stream(device).device_index, device_type=1
+            stream_id=0,
+            device_index=torch.accelerator.current_stream(device).device_index,
+            device_type=torch.accelerator.current_stream(device).device_type,
         ),
         "is_current_stream_capturing": lambda: False,
     }
@@ -185,7 +197,7 @@ def _compiled(core: ModuleType) -> dict[str, Any]:
     }
 
 
-def _let_storages_move(core: ModuleType) -> None:
+def let_storages_move(core: ModuleType) -> None:
     """Let untyped storages be resized, copied and moved, which is compiled for known devices only."""
     storage = torch.UntypedStorage
     of_torch, cloned = storage.resize_, storage.clone
@@ -194,7 +206,7 @@ def _let_storages_move(core: ModuleType) -> None:
         return torch.empty(0, dtype=torch.uint8, device=held.device).set_(held)
 
     def resize(self: torch.UntypedStorage, size: int) -> Any:
-        if self.device.type != "cuda":
+        if self.device.type != core.kind:
             return of_torch(self, size)
         core.resize_storage(bytes_of(self), size)
         return self
@@ -204,12 +216,14 @@ def _let_storages_move(core: ModuleType) -> None:
         return self if self.device == wanted else bytes_of(self).to(wanted, non_blocking=non_blocking).untyped_storage()
 
     def clone(self: torch.UntypedStorage) -> torch.UntypedStorage:
-        return bytes_of(self).clone().untyped_storage() if self.device.type == "cuda" else cloned(self)
+        return bytes_of(self).clone().untyped_storage() if self.device.type == core.kind else cloned(self)
 
     storage.resize_ = resize
     storage.clone = clone
     storage.to = to
-    storage.cuda = lambda self, device=None, non_blocking=False: to(
-        self, device=torch.device("cuda", index_of(core, device)), non_blocking=non_blocking
-    )
+
+    def moved(self: torch.UntypedStorage, device: Any = None, non_blocking: bool = False) -> torch.UntypedStorage:
+        return to(self, device=torch.device(core.kind, index_of(core, device)), non_blocking=non_blocking)
+
+    setattr(storage, core.kind, moved)
     storage.cpu = lambda self: to(self, device="cpu")

@@ -1,4 +1,4 @@
-"""The backend `nccl` over gloo, which takes tensors of devices only, and calls in the same order on every rank.
+"""The backend `nccl` (or `fieldccl`) over gloo: tensors of devices only, calls in the same order on every rank.
 
 The kernels of NCCL wait on the device for their like on the other ranks. Ranks that enqueue them in different orders,
 on one communicator or on several of the same ranks, may wait for each other for ever; here that is an error.
@@ -26,7 +26,7 @@ def show(core: ModuleType) -> None:
         return
     from torch.distributed import distributed_c10d as c10d
 
-    group = _group_class(core)
+    group = group_class(core, "nccl")
     c10d.ProcessGroupNCCL = dist.ProcessGroupNCCL = group
     c10d._NCCL_AVAILABLE = True
     c10d.default_pg_nccl_timeout = timedelta(minutes=10)
@@ -42,7 +42,9 @@ class Options:
     group_name = ""
 
 
-def _group_class(core: ModuleType) -> type:
+def group_class(core: ModuleType, backend: str) -> type:
+    """Return the class of a backend's communicators."""
+
     class SimulatedNCCL(dist.ProcessGroup):
         """Communicator of simulated devices."""
 
@@ -50,16 +52,16 @@ def _group_class(core: ModuleType) -> type:
             super().__init__(rank, size)
             self.options = options
             timeout = options._timeout or timedelta(minutes=10)
-            gloo = dist.ProcessGroupGloo(dist.PrefixStore("nccl", store), rank, size, timeout)
+            gloo = dist.ProcessGroupGloo(dist.PrefixStore(backend, store), rank, size, timeout)
             # never freed: gloo's destructor, called with Python's lock held, joins a thread that may want it
             ctypes.pythonapi.Py_IncRef(ctypes.py_object(gloo))
             self._on_host = dist.ProcessGroup(store, rank, size)
-            for group, device in ((self, "cuda"), (self._on_host, "cpu")):
+            for group, device in ((self, core.kind), (self._on_host, "cpu")):
                 group._register_backend(torch.device(device), dist.ProcessGroup.BackendType.GLOO, gloo)
                 group._set_default_backend(dist.ProcessGroup.BackendType.GLOO)
 
         def getBackendName(self) -> str:
-            return "nccl"
+            return backend
 
         def _set_sequence_number_for_group(self) -> None:
             pass
@@ -72,7 +74,7 @@ def _group_class(core: ModuleType) -> type:
 
     SimulatedNCCL.Options = Options
     for name in _collectives():
-        setattr(SimulatedNCCL, name, _call(core, name))
+        setattr(SimulatedNCCL, name, _call(core, backend, name))
     return SimulatedNCCL
 
 
@@ -83,13 +85,14 @@ def _collectives() -> Iterator[str]:
     yield from (name for name in dir(dist.ProcessGroup) if any(word in name for word in words))
 
 
-def _call(core: ModuleType, name: str) -> Callable[..., Any]:
+def _call(core: ModuleType, backend: str, name: str) -> Callable[..., Any]:
     """Return a method that checks where the tensors are, and has gloo do it on their memory."""
 
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
         for tensor in _tensors(args):
-            if tensor.device.type != "cuda":
-                raise RuntimeError(f"No backend type associated with device type {tensor.device.type} ({name} of nccl)")
+            if tensor.device.type != core.kind:
+                kind = tensor.device.type
+                raise RuntimeError(f"No backend type associated with device type {kind} ({name} of {backend})")
             core.wait_for_current_stream(tensor.device.index)
         if name not in ("send", "recv"):
             _check_order(self, name, args)

@@ -32,7 +32,8 @@ void collective(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
 }
 }  // namespace
 
-TORCH_LIBRARY_IMPL(c10d, CUDA, library) {
+SIMULATED_KERNELS("c10d", collectives_of_gloo) {
+  if (!kIsCuda) return;  // gloo knows no other devices
   for (const char* name :
        {"allreduce_", "allreduce_coalesced_", "broadcast_", "allgather_", "_allgather_base_", "allgather_coalesced_",
         "allgather_into_tensor_coalesced_", "reduce_scatter_", "_reduce_scatter_base_",
@@ -54,6 +55,11 @@ class SimulatedTimer : public Timer {
     return first == kUnsetTime || last == kUnsetTime ? std::nullopt : std::optional<int64_t>(last - first);
   }
 };
-C10_REGISTER_TYPED_CLASS(TimerRegistry, c10::kCUDA, SimulatedTimer)
+const bool is_registered = [] {
+  TimerRegistry()->Register(simulated::kType, [](c10::Device device) -> std::unique_ptr<Timer> {
+    return std::make_unique<SimulatedTimer>(device);
+  });
+  return true;
+}();
 }  // namespace
 }  // namespace c10d

@@ -2,6 +2,8 @@
 #include "devices.h"
 
 #include <ATen/detail/CUDAHooksInterface.h>
+#include <ATen/detail/PrivateUse1HooksInterface.h>
+#include <ATen/native/Resize.h>
 #include <c10/core/impl/DeviceGuardImplInterface.h>
 #include <c10/util/Exception.h>
 #include <unistd.h>
@@ -41,7 +43,7 @@ std::string uuid_of(int physical) {
 std::vector<int> visible_devices() {
   std::vector<int> found;
   const int all = num_physical();
-  const char* told = std::getenv("CUDA_VISIBLE_DEVICES");
+  const char* told = std::getenv(kIsCuda ? "CUDA_VISIBLE_DEVICES" : "FIELDGPU_VISIBLE_DEVICES");
   if (told == nullptr) {
     for (int i = 0; i < all; ++i) found.push_back(i);
     return found;
@@ -63,7 +65,7 @@ c10::DeviceIndex current_device() { return current; }
 
 void set_current_device(int index) {
   if (index < 0 || index == current) return;
-  TORCH_CHECK(index < num_devices(), "CUDA error: invalid device ordinal");
+  TORCH_CHECK(index < num_devices(), kTitle, " error: invalid device ordinal");
   current = static_cast<c10::DeviceIndex>(index);
 }
 
@@ -75,8 +77,8 @@ void claim() {
   if (owner.compare_exchange_strong(none, here)) return;
   TORCH_CHECK(
       owner == here,
-      "Cannot re-initialize CUDA in forked subprocess. To use CUDA with multiprocessing, you must use the 'spawn' "
-      "start method");
+      "Cannot re-initialize ", kTitle, " in forked subprocess. To use ", kTitle,
+      " with multiprocessing, you must use the 'spawn' start method");
 }
 
 void start() {
@@ -100,13 +102,11 @@ void check_health(int index) {
   const auto& error = errors.at(index_of(index));
   if (error.empty()) return;
   constexpr int32_t kIllegalAddress = 700;
-  throw c10::AcceleratorError({__func__, __FILE__, static_cast<uint32_t>(__LINE__)}, kIllegalAddress, "CUDA error: " + error);
+  throw c10::AcceleratorError({__func__, __FILE__, static_cast<uint32_t>(__LINE__)}, kIllegalAddress, kTitle + " error: " + error);
 }
 
 namespace {
 struct Guard final : c10::impl::DeviceGuardImplInterface {
-  static constexpr c10::DeviceType static_type = kType;
-
   c10::DeviceType type() const override { return kType; }
   c10::Device getDevice() const override { return {kType, current}; }
   c10::DeviceIndex deviceCount() const noexcept override { return num_devices(); }
@@ -162,31 +162,22 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
     return static_cast<Mark*>(last)->milliseconds - static_cast<Mark*>(first)->milliseconds;
   }
 };
-C10_REGISTER_GUARD_IMPL(CUDA, Guard);
+const c10::impl::DeviceGuardImplRegistrar guard_registered(kType, new Guard());
 }  // namespace
 
-// torch asks for its hooks before an extension can be loaded, and keeps them; see module.cpp
-struct Hooks final : at::CUDAHooksInterface {
-  explicit Hooks(at::CUDAHooksArgs) {}
+// What torch asks of every kind of accelerator, besides what it asks of CUDA alone.
+template <typename Interface>
+struct Hooks : Interface {
   void init() const override {}
   bool isBuilt() const override { return true; }
   bool isAvailable() const override { return num_devices() > 0; }
-  bool hasCUDA() const override { return num_devices() > 0; }
-  bool hasCUDART() const override { return true; }
-  int getNumGPUs() const override { return num_devices(); }
   bool hasPrimaryContext(c10::DeviceIndex) const override { return true; }
-  void deviceSynchronize(c10::DeviceIndex index) const override {
-    ++counts.waits;
-    host_wait_for_device(index);
-  }
   const at::Generator& getDefaultGenerator(c10::DeviceIndex index) const override { return default_generator(index); }
   at::Generator getNewGenerator(c10::DeviceIndex index = -1) const override { return new_generator(index); }
   c10::Allocator* getPinnedMemoryAllocator() const override { return pinned_allocator(); }
-  c10::Allocator* getCUDADeviceAllocator() const override { return device_allocator(); }
   bool isPinnedPtr(const void* address) const override { return is_pinned(address); }
   c10::Device getDeviceFromPtr(void*) const override { return {kType, current}; }
   c10::DeviceIndex deviceCount() const override { return num_devices(); }
-  c10::DeviceIndex current_device() const override { return current; }
   c10::DeviceIndex getCurrentDevice() const override { return current; }
   void setCurrentDevice(c10::DeviceIndex index) const override { set_current_device(index); }
   c10::DeviceIndex exchangeDevice(c10::DeviceIndex index) const override {
@@ -197,8 +188,33 @@ struct Hooks final : at::CUDAHooksInterface {
   c10::DeviceIndex maybeExchangeDevice(c10::DeviceIndex index) const override { return exchangeDevice(index); }
 };
 
-const at::CUDAHooksInterface& hooks() {
-  static Hooks one{at::CUDAHooksArgs{}};
+// torch asks for its hooks before an extension can be loaded, and keeps them; see module.cpp
+struct CudaHooks final : Hooks<at::CUDAHooksInterface> {
+  bool hasCUDA() const override { return num_devices() > 0; }
+  bool hasCUDART() const override { return true; }
+  int getNumGPUs() const override { return num_devices(); }
+  void deviceSynchronize(c10::DeviceIndex index) const override {
+    ++counts.waits;
+    host_wait_for_device(index);
+  }
+  c10::Allocator* getCUDADeviceAllocator() const override { return device_allocator(); }
+  c10::DeviceIndex current_device() const override { return current; }
+};
+
+struct HooksFromOutside final : Hooks<at::PrivateUse1HooksInterface> {
+  void resizePrivateUse1Bytes(const c10::Storage& storage, size_t num_bytes) const override {
+    c10::DeviceGuard guard(storage.device());
+    at::native::resize_bytes_cpu(storage.unsafeGetStorageImpl(), num_bytes);
+  }
+};
+
+const at::CUDAHooksInterface& cuda_hooks() {
+  static CudaHooks one;
+  return one;
+}
+
+at::PrivateUse1HooksInterface& hooks_from_outside() {
+  static HooksFromOutside one;
   return one;
 }
 

@@ -8,6 +8,7 @@
 
 #include <atomic>
 #include <cstdint>
+#include <cstdlib>
 #include <functional>
 #include <optional>
 #include <string>
@@ -15,8 +16,24 @@
 
 namespace simulated {
 
-constexpr auto kType = c10::DeviceType::CUDA;
-constexpr auto kKey = c10::DispatchKey::CUDA;
+// Without `SIMULATED_DEVICE_TYPE` the devices are torch's CUDA devices. With the value `privateuse1` they are of the type
+// that torch leaves to kinds of devices from outside, under this name.
+constexpr auto kNameFromOutside = "fieldgpu";
+inline const bool kIsCuda = [] {
+  const char* told = std::getenv("SIMULATED_DEVICE_TYPE");
+  return told == nullptr || std::string(told) != "privateuse1";
+}();
+inline const auto kType = kIsCuda ? c10::DeviceType::CUDA : c10::DeviceType::PrivateUse1;
+inline const auto kKey = kIsCuda ? c10::DispatchKey::CUDA : c10::DispatchKey::PrivateUse1;
+inline const std::string kTitle = kIsCuda ? "CUDA" : "FieldGPU";  // in the texts of errors
+
+// TORCH_LIBRARY_IMPL for a key that is not known before it runs.
+#define SIMULATED_KERNELS(name_space, name)                                                              \
+  static void name(torch::Library&);                                                                     \
+  static const torch::detail::TorchLibraryInit name##_registered(                                        \
+      torch::Library::IMPL, &name, name_space, std::make_optional(kKey), __FILE__, __LINE__);            \
+  void name(torch::Library& library)
+
 constexpr size_t kMostDevices = 64;
 constexpr int kPoison = 0xff;  // NaN of every floating type: memory that nobody has written, or nobody may read yet
 
@@ -32,7 +49,7 @@ extern Counts counts;
 
 // -- devices (devices.cpp)
 
-// Physical devices that `CUDA_VISIBLE_DEVICES` leaves of `SIMULATED_GPUS`, in its order.
+// Physical devices that `CUDA_VISIBLE_DEVICES` (or `FIELDGPU_VISIBLE_DEVICES`) leaves of `SIMULATED_GPUS`, in its order.
 std::vector<int> visible_devices();
 c10::DeviceIndex num_devices();
 std::string uuid_of(int physical);

@@ -299,7 +299,7 @@ void run_on_host(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
     takes_generator = true;
     const auto generator = value.isNone() ? default_generator(device->index()) : value.toGenerator();
     TORCH_CHECK(
-        generator.device().type() == kType, "Expected a 'cuda' device type for generator but found ",
+        generator.device().type() == kType, "Expected a '", c10::DeviceTypeName(kType, true), "' device type for generator but found ",
         generator.device(), " (", name, ")");
     if (!held.owns_lock()) held.lock();
     value = next_draw(generator);
@@ -365,11 +365,13 @@ void resize_storage(const at::Tensor& tensor, int64_t num_bytes) {
   at::native::resize_bytes_cpu(tensor.storage().unsafeGetStorageImpl(), num_bytes);
 }
 
-void register_copies() { at::native::copy_stub.set_cuda_dispatch_ptr(&copy_of_iterator); }
+void register_copies() {
+  if (kIsCuda) at::native::copy_stub.set_cuda_dispatch_ptr(&copy_of_iterator);  // others have `_copy_from`
+}
 
-TORCH_LIBRARY_IMPL(_, CUDA, library) { library.fallback(torch::CppFunction::makeFromBoxedFunction<&run_on_host>()); }
+SIMULATED_KERNELS("_", every_other) { library.fallback(torch::CppFunction::makeFromBoxedFunction<&run_on_host>()); }
 
-TORCH_LIBRARY_IMPL(aten, CUDA, library) {
+SIMULATED_KERNELS("aten", own_kernels) {
   library.impl("empty.memory_format", empty);
   library.impl("empty_strided", empty_strided);
   library.impl("_copy_from", copy_from);

@@ -48,7 +48,7 @@ struct DeviceMemory final : c10::DeviceAllocator {
     if (now > most_bytes()) {
       live.at(device) -= wanted;
       TORCH_CHECK_WITH(
-          OutOfMemoryError, false, "CUDA out of memory. Tried to allocate ", in_units(wanted), ". GPU ", device,
+          OutOfMemoryError, false, kTitle, " out of memory. Tried to allocate ", in_units(wanted), ". GPU ", device,
           " has a total capacity of ", in_units(most_bytes()), " of which ", in_units(most_bytes() - now + wanted),
           " is free.");
     }
@@ -78,7 +78,7 @@ struct DeviceMemory final : c10::DeviceAllocator {
   }
 };
 DeviceMemory device_memory;
-REGISTER_ALLOCATOR(kType, &device_memory);
+const bool is_registered = (c10::SetAllocator(kType, &device_memory), true);
 
 std::mutex pinned_lock;
 std::map<const char*, size_t>& pinned_blocks() {

@@ -2,20 +2,26 @@
 #include "devices.h"
 
 #include <ATen/detail/CUDAHooksInterface.h>
+#include <ATen/detail/PrivateUse1HooksInterface.h>
 #include <torch/csrc/utils/pybind.h>
 
 #include <cstring>
 #include <map>
 
 namespace simulated {
-const at::CUDAHooksInterface& hooks();
+const at::CUDAHooksInterface& cuda_hooks();
+at::PrivateUse1HooksInterface& hooks_from_outside();
 void register_copies();
 
 namespace {
 // torch has asked for its hooks by now, and keeps them. The object has no fields, so it can be given our methods.
 void replace_hooks() {
+  if (!kIsCuda) {
+    at::RegisterPrivateUse1HooksInterface(&hooks_from_outside());
+    return;
+  }
   auto& kept = const_cast<at::CUDAHooksInterface&>(at::detail::getCUDAHooks());
-  std::memcpy(static_cast<void*>(&kept), static_cast<const void*>(&hooks()), sizeof(void*));
+  std::memcpy(static_cast<void*>(&kept), static_cast<const void*>(&cuda_hooks()), sizeof(void*));
 }
 
 std::map<std::string, int64_t> read_counts() {
@@ -35,6 +41,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
   using namespace simulated;
   register_copies();
   replace_hooks();
+  module.attr("kind") = kIsCuda ? "cuda" : kNameFromOutside;
   module.def("claim", &claim);
   module.def("is_started_here", &is_started_here);
   module.def("is_started_elsewhere", &is_started_elsewhere);

@@ -84,7 +84,7 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor> gru_cell_
 }
 }  // namespace
 
-TORCH_LIBRARY_IMPL(aten, CUDA, library) {
+SIMULATED_KERNELS("aten", fused_cells) {
   library.impl("_thnn_fused_lstm_cell", lstm_cell);
   library.impl("_thnn_fused_lstm_cell_backward_impl", lstm_cell_backward);
   library.impl("_thnn_fused_gru_cell", gru_cell);

@@ -92,7 +92,7 @@ def default_store() -> dist.Store:
 
 
 def abort_process_groups() -> None:
-    """Destroy every process group without waiting for other ranks (private in torch; for NCCL).
+    """Destroy every process group without waiting for other ranks (private in torch; for the backends of devices).
 
     `destroy_process_group` shuts NCCL's communicators down in an orderly way, which waits for calls in progress. Ranks
     that wait for this one in a collective never get there.
@@ -739,18 +739,50 @@ def copy_all(targets: list[Tensor], sources: list[Tensor], *, non_blocking: bool
         torch._foreach_copy_(targets, sources, non_blocking=non_blocking)
 
 
+def give_data(tensor: Tensor, data: Tensor) -> None:
+    """Give a tensor other memory, as `tensor.data = data` does; it stays the same object, with its hooks.
+
+    torch refuses that between the host and kinds of devices from outside (PrivateUse1), whose tensors have another
+    implementation. There the two implementations are swapped (private in torch).
+    """
+    if torch._has_compatible_shallow_copy_type(tensor, data):
+        tensor.data = data
+        return
+    moved: Any = data.detach().requires_grad_(tensor.requires_grad)
+    owner: Any = tensor
+    torch._C._swap_tensor_impl(owner, moved)
+    # their C++ side stayed with the other implementation
+    owner._backward_hooks = owner._backward_hooks
+    owner._post_accumulate_grad_hooks = owner._post_accumulate_grad_hooks
+
+
+def move_module(module: nn.Module, device: torch.device | str) -> nn.Module:
+    """Move a module to a device, as `module.to(device)` does; parameters stay the same objects.
+
+    By itself torch makes other parameters of those that it moves to kinds of devices from outside, and tied ones would
+    be tied no longer.
+    """
+    there = torch.empty(0, device=device)
+    for parameter in module.parameters():
+        if not torch._has_compatible_shallow_copy_type(parameter, there):
+            gradient = parameter.grad
+            give_data(parameter, parameter.detach().to(device))
+            parameter.grad = None if gradient is None else gradient.to(device)
+    return module.to(device)
+
+
 def pin_host_memory(address: int, num_bytes: int) -> bool:
     """Lock pages of the host, so that CUDA copies into them asynchronously; return whether that succeeded.
 
     `pin_memory` allocates new memory; this is for existing memory.
     """
     runtime = torch.cuda.cudart()
-    if runtime is None:  # a device with a compatible API under CUDA's name
+    if runtime is None:  # another kind of device, or one with a compatible API under CUDA's name
         return False
     is_pinned = int(runtime.cudaHostRegister(address, num_bytes, 0)) == 0
     if not is_pinned:
         with suppress(RuntimeError):  # the error is kept until the next kernel, which would raise it
-            torch.zeros((), device="cuda")
+            torch.zeros((), device=torch.accelerator.current_accelerator())
     return is_pinned
 
 
@@ -770,7 +802,27 @@ def default_generator(device: torch.device) -> Generator:
         return torch.mps._get_default_mps_generator()
     module = torch.get_device_module(device)
     index = device.index if device.index is not None else module.current_device()
+    if not hasattr(module, "default_generators"):  # a kind of device from outside has the states only
+        return cast(Generator, _GeneratorOfModule(module, torch.device(device.type, index)))
     return cast(Generator, module.default_generators[index])
+
+
+class _GeneratorOfModule:
+    """Default generator of a device, by the functions that torch requires of modules of devices from outside."""
+
+    def __init__(self, module: Any, device: torch.device) -> None:
+        self._module = module
+        self.device = device
+
+    def get_state(self) -> Tensor:
+        return cast(Tensor, self._module.get_rng_state(self.device))
+
+    def set_state(self, state: Tensor) -> "_GeneratorOfModule":
+        self._module.set_rng_state(state, self.device)
+        return self
+
+    def manual_seed(self, seed: int) -> "_GeneratorOfModule":
+        return self.set_state(torch.Generator(self.device).manual_seed(seed).get_state())
 
 
 def gradient_hooks_of(tensor: Tensor) -> list[Any]:

@@ -57,7 +57,7 @@ def test_flag_when_it_has_no_effect_then_a_line_says_why(flags, prewarmed, tmp_p
 def test_flag_when_dure_has_another_way_then_a_sentence_names_it(flags, sentence, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "script.py").touch()
-    monkeypatch.setattr("dure.api.script.count_accelerators", lambda kind: 0)
+    monkeypatch.setattr("dure.api.script.count_all_accelerators", lambda: 0)
     assert main(["run", *flags, "script.py"]) == 2
     assert sentence in capsys.readouterr().err
 

@@ -51,7 +51,7 @@ def broadcast_odd_tensors(group):
     given = []
     # a device of another name: tensors are copied on their way to it, as to a GPU
     elsewhere = groups.ProcessGroup(torch.device("cpu", 0))
-    elsewhere._is_nccl, elsewhere._message_device = True, torch.device("cpu", 0)
+    elsewhere.backend, elsewhere._message_device = "nccl", torch.device("cpu", 0)
     send = dist.broadcast
 
     def noted(tensor, **options):
@@ -71,13 +71,13 @@ def test_broadcast_of_odd_tensors_then_they_go_through_memory_that_the_backend_t
         assert is_moved
 
 
-@pytest.mark.parametrize(("is_nccl", "left"), [(True, ["abort"]), (False, ["destroy"])])
-def test_abandon_then_nccl_is_aborted_for_its_orderly_end_waits_for_other_ranks(is_nccl, left, monkeypatch):
+@pytest.mark.parametrize(("is_of_devices", "left"), [(True, ["abort"]), (False, ["destroy"])])
+def test_abandon_then_nccl_is_aborted_for_its_orderly_end_waits_for_other_ranks(is_of_devices, left, monkeypatch):
     ends = []
     monkeypatch.setattr(torchcompat, "abort_process_groups", lambda: ends.append("abort"))
     monkeypatch.setattr(dist, "destroy_process_group", lambda group: ends.append("destroy"))
     group = object.__new__(groups.ProcessGroup)
-    group._is_nccl, group.process_group = is_nccl, None
+    group._is_of_devices, group.process_group = is_of_devices, None
     group.abandon()
     assert ends == left
 

@@ -58,7 +58,9 @@ def test_subgroup_then_has_the_timeout_of_the_run():
 
 def divide_on_a_device(group):
     """Ask for a mesh over devices that its backend does not reach."""
-    with pytest.raises(SpecInvalid, match=r"but they talk over gloo, which does not: give every rank a GPU of its own"):
+    with pytest.raises(
+        SpecInvalid, match=r"but they talk over gloo, which does not: give every rank a device of its own"
+    ):
         Mesh(AXES, group, torch.device("cuda"), divides_tensors=True)
     return True
 

@@ -58,7 +58,10 @@ NODES = ("--nnodes", "2", "--node-rank", "0", "--rendezvous")
         (["--nnodes", "1:3", "--node-rank", "3", *NODES[4:], "10.0.0.1"], "node_rank is 3 but must be 0 to 2"),
         (["--threads", "0"], "threads is 0 but must be a whole number above 0"),
         (["--num-workers", "-1"], "num_workers is -1 but must be a whole number of at least 0"),
-        (["--device", "tpu"], 'invalid value "tpu" for --device'),
+        (
+            ["--device", "tpu"],
+            "device is 'tpu' but torch knows no accelerator of this name here: use --device cpu or auto",
+        ),
         (["--device", "cpu", "--backend", "nccl"], "backend is nccl, which moves CUDA tensors only, but device is cpu"),
         (["--device", "cuda", "--backend", "dure_shm"], "backend is dure_shm, which moves CPU tensors only"),
         (

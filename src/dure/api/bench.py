@@ -12,6 +12,8 @@ from dure.comm.algorithms.base import REDUCE_OPS, ReduceOp
 from dure.comm.algorithms.table import ALGORITHMS, find_algorithm
 from dure.documents import parse_json
 from dure.errors import Interrupted, SpecInvalid, WorkerFailed
+from dure.host.backends import OVER_SOCKETS, device_backend, fault_of_backend, known_backends
+from dure.host.device_kinds import name_of_device
 from dure.host.devices import check_devices, count_cores, resolve_device
 from dure.launch.nodes.peers import Nodes
 from dure.launch.rounds.request import Launch
@@ -25,8 +27,6 @@ from dure.spec.fields import MOST_PROCESSES
 COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "broadcast", "send_recv")
 _USUAL_ALGORITHMS = ("backend", "ring", "shm")
 _ON_CPU_ONLY = ("shm",)
-_BACKENDS = ("auto", "gloo", "nccl", "mpi", "ucc", "xccl", "dure_shm")
-"""Backends that torch knows, and dure's own; torch takes one for each type of device too, as `cpu:gloo,cuda:nccl`."""
 DTYPES = ("float32", "float64", "float16", "bfloat16", "int64")
 MOST_RANKS, MOST_ELEMENTS = 16, 64
 """Limits of `explain`: more ranks or elements make the listing unreadable."""
@@ -90,8 +90,8 @@ def check(settings: BenchSettings) -> None:
         faults.append(f"nproc is {settings.nproc} but a link has two ends: give from 2 to {MOST_PROCESSES}")
     if not 0 < settings.min_bytes <= settings.max_bytes:
         faults.append(f"sizes from {settings.min_bytes} to {settings.max_bytes} bytes: the first must be the smaller")
-    if any(part.rpartition(":")[2] not in _BACKENDS for part in settings.backend.split(",")):
-        faults.append(unknown_name("backend", settings.backend, ("auto", "gloo", "nccl", "cpu:dure_shm")))
+    if any(part.rpartition(":")[2] not in known_backends() for part in settings.backend.split(",")):
+        faults.append(unknown_name("backend", settings.backend, known_backends()))
     if settings.warm_up < 0:
         faults.append(f"warm_up is {settings.warm_up} but is a number of calls: give 0 or more")
     if not 1 < settings.factor < math.inf:
@@ -117,6 +117,9 @@ def bench(settings: BenchSettings, *, record: Path | None = None) -> BenchResult
     check(settings)
     kind = resolve_device(settings.device)
     check_devices(kind, settings.nproc, shared=False)
+    # torch takes one for each kind of device too, as `cpu:gloo,cuda:nccl`
+    if ":" not in settings.backend and (fault := fault_of_backend(settings.backend, kind)):
+        raise SpecInvalid([fault])
     settings = replace(settings, algorithms=_algorithms_on(kind, settings.algorithms))
     with tempfile.TemporaryDirectory(prefix="dure-bench-") as folder:
         file = Path(folder, "rows.jsonl")
@@ -156,7 +159,7 @@ def _run(settings: BenchSettings, kind: str, folder: Path, file: Path) -> None:
 
     job = BenchJob(
         device=kind,
-        backend=("nccl" if kind == "cuda" else "gloo") if settings.backend == "auto" else settings.backend,
+        backend=(device_backend(kind) or OVER_SOCKETS) if settings.backend == "auto" else settings.backend,
         rows=str(file),
         timeout_seconds=settings.timeout_seconds,
         plan=BenchPlan(
@@ -202,7 +205,7 @@ def link_costs(rows: Sequence[Mapping[str, Any]], settings: BenchSettings, kind:
         costs.append(
             LinkCost(
                 link=_link(settings, kind, algorithm),
-                device=_device_name(kind),
+                device=name_of_device(kind),
                 collective=collective,
                 algorithm=algorithm,
                 world_size=settings.nproc,
@@ -217,18 +220,10 @@ def link_costs(rows: Sequence[Mapping[str, Any]], settings: BenchSettings, kind:
 
 
 def _link(settings: BenchSettings, kind: str, algorithm: str) -> str:
-    if kind == "cuda":
-        return "nccl"
+    if (own := device_backend(kind)) is not None:
+        return own
     is_memory = algorithm == "shm" or (algorithm == "backend" and "dure_shm" in settings.backend)
     return "shared memory" if is_memory else "loopback"
-
-
-def _device_name(kind: str) -> str:
-    if kind != "cuda":
-        return kind
-    import torch
-
-    return torch.cuda.get_device_name(0)
 
 
 def explain(algorithm: str, *, world_size: int, num_elements: int, op: ReduceOp = "sum") -> Iterator[str]:

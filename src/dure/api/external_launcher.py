@@ -14,6 +14,7 @@ from dure.api.ranks import end_with_launcher, place_under
 from dure.cluster.rank import Launched, RankInfo, meeting_point
 from dure.errors import DureError, Interrupted, RunInvalid, SpecInvalid, WorkerFailed
 from dure.failures.verdict import WorkerEnd
+from dure.host.device_kinds import device_kind
 from dure.host.devices import check_each_has_its_own, resolve_device
 from dure.host.gpu_health import visible_gpus
 from dure.launch.nodes.peers import Nodes
@@ -144,7 +145,7 @@ def _meet(
 
 def _own_gpu(spec: RunSpec, rank: RankInfo) -> str | None:
     """Return the UUID of this rank's GPU; None if it has none, or the driver does not report it."""
-    if rank.rank >= spec.num_devices or resolve_device(spec.device) != "cuda":
+    if rank.rank >= spec.num_devices or not device_kind(resolve_device(spec.device)).has_nvml:
         return None
     names = visible_gpus()
     return names[rank.local_rank % len(names)] or None if names else None

@@ -5,8 +5,9 @@ import torch
 from dure.api.forked_check import found_in_fork
 from dure.api.local import count_processes
 from dure.cluster.rank import Launched
-from dure.errors import SpecInvalid
-from dure.host.devices import check_devices, resolve_device
+from dure.errors import EnvironmentLacks, SpecInvalid
+from dure.host.backends import backend_cure, backend_name, fault_of_backend, is_available, reaches, takes_devices_only
+from dure.host.devices import check_devices, count_all_accelerators, resolve_device
 from dure.launch.worker.fork_safety import reason_not_to_fork
 from dure.spec import RunSpec
 from dure.strategies.contract.abilities import faults_of_model, faults_of_optimizer
@@ -30,12 +31,7 @@ def check_before_start(spec: RunSpec, launched: Launched | None = None) -> None:
     num_here = spec.nproc if launched is None else min(spec.num_devices, launched.rank.local_world_size)
     device = resolve_device(spec.device)
     check_devices(device, num_here, shared=spec.share_devices, is_launched=launched is not None)
-    if spec.backend == "nccl" and device in ("cpu", "mps"):
-        raise SpecInvalid(
-            [f"backend is nccl, which reaches CUDA devices only, but the device here is {device}: use gloo"]
-        )
-    if spec.backend == "nccl" and STRATEGIES[spec.strategy].extra_processes:
-        raise SpecInvalid(["backend is nccl, which reaches CUDA devices only, but servers have none: leave it out"])
+    _check_backend(spec, device)
     if spec.faults is not None:
         read_faults(spec.faults, count_processes(spec), on_several_hosts=spec.num_nodes > 1)
     if spec.start == "inline" and count_processes(spec) > 1:
@@ -47,9 +43,37 @@ def check_before_start(spec: RunSpec, launched: Launched | None = None) -> None:
         from dure.torchcompat import kept_global_hooks  # imports torch
 
         with kept_global_hooks():  # ranks that are forked from here register their own hooks
-            # on a host with CUDA, whatever the device: a later run of this process may use it
-            has_cuda = torch.cuda.device_count() > 0
-            _check_model(spec, may_fork=has_cuda and launched is None and reason_not_to_fork() is None)
+            # on a host with devices, whichever this run uses: a later run of this process may use it
+            _check_model(
+                spec, may_fork=count_all_accelerators() > 0 and launched is None and reason_not_to_fork() is None
+            )
+
+
+def _check_backend(spec: RunSpec, kind: str) -> None:
+    """Refuse a backend that cannot carry what the ranks exchange."""
+    info = STRATEGIES[spec.strategy]
+    if takes_devices_only(spec.backend) and info.extra_processes:
+        raise SpecInvalid(
+            [f"backend is {spec.backend}, which moves no CPU tensors, but servers are CPU processes: leave it out"]
+        )
+    if fault := fault_of_backend(spec.backend, kind):
+        raise SpecInvalid([fault])
+    if info.one_process or spec.num_devices == 1 or info.extra_processes or info.exchanges_on_host:
+        return
+    name = backend_name(spec.backend, kind, is_one_host=False, sends_from_devices=not spec.share_devices)
+    if reaches(name, kind) and is_available(name):
+        return
+    if not reaches(name, kind):
+        raise SpecInvalid(
+            [
+                f"the ranks of {spec.strategy} exchange {kind} tensors, which {name} does not move: give every rank a "
+                f"device of its own ({backend_cure(kind)}), or use --device cpu, or a strategy of one process"
+            ]
+        )
+    raise EnvironmentLacks(
+        f"this torch is built without {name}, over which {kind} devices exchange tensors: install one that has it, or "
+        "use --backend gloo or --device cpu"
+    )
 
 
 def _check_that_task_arrives(spec: RunSpec) -> None:
@@ -78,7 +102,7 @@ def _check_model(spec: RunSpec, *, may_fork: bool) -> None:
 
     Args:
         spec: Settings.
-        may_fork: Whether to check in a forked process, because this one may be forked into ranks that use CUDA.
+        may_fork: Whether to check in a forked process, because this one may be forked into ranks that use devices.
 
     Raises:
         SpecInvalid: The strategy does not support the model; the message lists all reasons.

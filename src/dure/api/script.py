@@ -27,7 +27,8 @@ from dure.api.ranks import (
 from dure.cluster.rank import Launched, meeting_point, read_launcher
 from dure.errors import DureError, Interrupted, SpecInvalid
 from dure.failures.record import failure_file, failure_to_json
-from dure.host.devices import count_accelerators, count_cores
+from dure.host.backends import OVER_SOCKETS, device_backend
+from dure.host.devices import count_all_accelerators, count_cores, resolve_device
 from dure.launch.hangs.watchdog import HangPolicy
 from dure.launch.logs.rank_logs import Voice
 from dure.launch.nodes.peers import Nodes
@@ -166,12 +167,12 @@ def _refuse_what_the_launcher_does(settings: ScriptSettings, launched: Launched)
 
 def _preflight_settings(settings: ScriptSettings, nproc: int, several: NodeSettings | None) -> PreflightSettings:
     """Return the settings of a preflight for a script, whose needs are unknown: those of most scripts."""
-    has_gpus = count_accelerators("cuda") > 0
+    kind = resolve_device("auto")
     return PreflightSettings(
         num_ranks=nproc,
         num_devices=nproc,
-        device="cuda" if has_gpus else "cpu",
-        backend="nccl" if has_gpus else "gloo",
+        device=kind,
+        backend=device_backend(kind) or OVER_SOCKETS,
         threads=settings.threads,
         runs_dir=settings.runs_dir,
         start=settings.start,
@@ -257,11 +258,11 @@ def _check(settings: ScriptSettings) -> tuple[int, NodeSettings | None]:
         faults.append(f"{script} {what}: {cure}")
     nproc = 1
     if settings.nproc == "auto":
-        nproc = count_accelerators("cuda") or 1
+        nproc = count_all_accelerators() or 1
     elif settings.nproc == "cpu":
         nproc = count_cores()
     elif settings.nproc == "gpu":
-        nproc = count_accelerators("cuda")
+        nproc = count_all_accelerators()
         if not nproc:
             faults.append("nproc is gpu but torch sees none here: use --nproc cpu, or a number")
     elif re.fullmatch(r"[0-9]{1,9}", settings.nproc) and 0 < int(settings.nproc) <= MOST_PROCESSES:

@@ -44,8 +44,8 @@ def bench(
     dtype: Annotated[str, Parameter(help="float32, float64, float16, bfloat16 or int64")] = "float32",
     op: Annotated[str, Parameter(help="sum, mean or max")] = "sum",
     warm_up: Annotated[int, Parameter(help="calls before each measurement")] = 2,
-    device: Annotated[str, Parameter(help="auto, cpu or cuda")] = "auto",
-    backend: Annotated[str, Parameter(help="auto, gloo, nccl or cpu:dure_shm")] = "auto",
+    device: Annotated[str, Parameter(help="auto, cpu, or the kind of torch's accelerator: cuda, xpu, ...")] = "auto",
+    backend: Annotated[str, Parameter(help="auto, gloo, cpu:dure_shm, or that of the device, as nccl")] = "auto",
     explain: Annotated[
         str | None,
         Parameter(help="show message by message what an algorithm sends, and measure nothing", show_default=False),

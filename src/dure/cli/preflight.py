@@ -40,14 +40,14 @@ def preflight(
         ),
     ] = "auto",
     device: Annotated[
-        Literal["auto", "cpu", "cuda", "mps"], Parameter(help="auto takes an accelerator if any")
+        str, Parameter(help="cpu, or the kind of torch's accelerator, as cuda; auto takes an accelerator if any")
     ] = "auto",
     backend: Annotated[
-        Literal["auto", "gloo", "nccl", "dure_shm"],
-        Parameter(help="auto: NCCL, or shared memory between CPU ranks of one host, or gloo"),
+        str,
+        Parameter(help="auto: that of the device, as nccl, or shared memory (dure_shm) between CPU ranks, or gloo"),
     ] = "auto",
     share_devices: Annotated[
-        bool, Parameter(negative=(), show_default=False, help="let several processes use one CUDA device")
+        bool, Parameter(negative=(), show_default=False, help="let several processes use one device")
     ] = False,
     threads: Annotated[
         int | None, Parameter(help="CPU threads per rank (default: cores / ranks)", show_default=False)

@@ -17,6 +17,7 @@ from dure import torchcompat
 from dure.cluster.rank import RankInfo
 from dure.comm.startup import Startup
 from dure.documents import parse_json
+from dure.host.backends import reaches, takes_devices_only
 from dure.process.context import StoreAddress
 
 MESSAGE_LIMIT_BYTES = 64 * 2**20
@@ -143,9 +144,9 @@ class ProcessGroup(Group):
         why_gloo = getattr(process_group or dist.group.WORLD, "why_gloo", "")
         shared = f"sockets (gloo), not shared memory: {why_gloo}" if why_gloo else ""
         self.transport = shared or _TRANSPORTS.get(self.backend.rpartition(":")[2], self.backend)
-        # NCCL accepts CUDA tensors only; gloo prefers host memory for small messages
-        self._is_nccl = self.backend == "nccl"
-        self._message_device = device if self._is_nccl else torch.device("cpu")
+        # a device's backend (NCCL) takes no host tensors; gloo prefers host memory for small messages
+        self._is_of_devices = takes_devices_only(self.backend)
+        self._message_device = device if self._is_of_devices else torch.device("cpu")
 
     def all_reduce_sum(self, tensor: torch.Tensor) -> None:
         """Add up over all ranks, in place."""
@@ -158,11 +159,15 @@ class ProcessGroup(Group):
         """Overwrite with the tensors of one rank."""
         for tensor in tensors:
             own = tensor.detach()
-            # NCCL accepts no host tensors; gloo would send the bytes of a non-contiguous one as they are in memory
-            moved = (own.to(self._message_device) if self._is_nccl else own).contiguous()
+            is_taken = own.device == self._message_device or self._reaches(own.device.type)
+            # gloo would send the bytes of a non-contiguous tensor as they are in memory
+            moved = (own if is_taken else own.to(self._message_device)).contiguous()
             dist.broadcast(moved, group=self.process_group, group_src=source_rank)
             if moved is not own and self.rank != source_rank:
                 own.copy_(moved)
+
+    def _reaches(self, kind: str) -> bool:
+        return reaches(self.backend, kind)
 
     def broadcast_bytes(self, data: bytearray, source_rank: int) -> None:
         """Overwrite bytes with those of one rank."""
@@ -202,7 +207,7 @@ class ProcessGroup(Group):
         """Wait for all ranks."""
         arrived = torch.zeros(1, device=self._message_device)
         self.all_reduce_sum(arrived)
-        arrived.item()  # NCCL only queues operations; reading the result waits
+        arrived.item()  # a device only queues operations; reading the result waits
 
     def subgroup(self, ranks: list[int] | None = None) -> dist.ProcessGroup:
         """Create a torch group of some ranks."""
@@ -216,7 +221,7 @@ class ProcessGroup(Group):
 
     def abandon(self) -> None:
         """Destroy the group at once, because an interpreter that exits with a live group may abort."""
-        if self._is_nccl and self.process_group is None:
+        if self._is_of_devices and self.process_group is None:
             torchcompat.abort_process_groups()
         else:
             dist.destroy_process_group(self.process_group)
@@ -231,7 +236,7 @@ def open_group(
         rank: Rank of this process.
         address: Address of the run's own store; None for a single process.
         device: Device of this rank.
-        backend: `gloo` or `nccl`.
+        backend: torch's name of the backend.
         timeout_seconds: Timeout of the store and of every collective.
     """
     timeout = timedelta(seconds=timeout_seconds)
@@ -252,7 +257,7 @@ def open_group(
             rank=rank.rank,
             world_size=rank.world_size,
             timeout=timeout,
-            device_id=device if backend == "nccl" else None,
+            device_id=device if takes_devices_only(backend) else None,
         )
     return ProcessGroup(device, timeout_seconds=timeout_seconds, is_one_host=rank.is_one_host)
 

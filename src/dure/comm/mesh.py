@@ -9,6 +9,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from dure.comm.groups import Group, ProcessGroup, Solo
 from dure.errors import SpecInvalid
+from dure.host.backends import backend_cure, sends_between_devices
 
 
 class Mesh:
@@ -111,11 +112,11 @@ def _stride(axes: Mapping[str, int], axis: str) -> int:
 
 
 def _check_backend(device: torch.device, group: ProcessGroup) -> None:
-    if group.world_size > 1 and device.type != "cpu" and "nccl" not in group.backend:
+    if group.world_size > 1 and device.type != "cpu" and not sends_between_devices(group.backend, device.type):
         raise SpecInvalid(
             [
                 f"the ranks gather and scatter parts of tensors on {device.type} devices, but they talk over "
-                f"{group.backend}, which does not: give every rank a GPU of its own (no --share-devices, --backend "
-                "nccl), or use --device cpu, or --strategy ddp"
+                f"{group.backend}, which does not: give every rank a device of its own ({backend_cure(device.type)}), "
+                "or use --device cpu, or --strategy ddp"
             ]
         )

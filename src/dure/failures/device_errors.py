@@ -9,9 +9,8 @@ import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-import torch
-
 from dure.errors import message_of
+from dure.host.device_kinds import current_index
 from dure.host.gpu_health import GpuHealth
 
 AskDriver = Callable[[int], GpuHealth]
@@ -231,11 +230,12 @@ def _kind(error: BaseException) -> _Kind | None:
 
 
 def _current_gpu() -> tuple[int, ...]:
-    """Return the GPU that torch uses in this thread; none before CUDA is initialised, which must not happen now."""
+    """Return the GPU that torch uses in this thread; none before it uses one, which must not happen now."""
     try:
-        return (torch.cuda.current_device(),) if torch.cuda.is_initialized() else ()
+        index = current_index()
     except RuntimeError:  # every call raises the error that is being explained
         return ()
+    return () if index is None else (index,)
 
 
 def _named(gpus: Sequence[int]) -> str:

@@ -1,10 +1,11 @@
 """Cores, memory and devices of this host. Nothing here creates a device context, so that forking stays safe."""
 
 import os
-import sys
 from collections.abc import Sequence
 
 from dure.errors import EnvironmentLacks, SpecInvalid
+from dure.host.backends import OVER_SOCKETS, reaches
+from dure.host.device_kinds import HOST, count_of_torch, device_kind, known_kinds
 
 
 def count_cores() -> int:
@@ -46,70 +47,95 @@ def interface_of(address: str) -> str | None:
     return None
 
 
-def count_accelerators(kind: str) -> int:
-    """Return the number of visible devices of a type, `cuda` or `mps`.
-
-    The two calls here do not start the CUDA runtime, which could then not be used in a forked child;
-    `torch.accelerator.is_available` would.
-    """
+def accelerator() -> str | None:
+    """Return the kind of accelerator that this torch was built or extended for; None if it knows the CPU only."""
     import torch
 
-    # type torch was built for; CUDA devices are counted by NVML, and by the runtime only if that is missing
     built_for = torch.accelerator.current_accelerator()
-    return torch.accelerator.device_count() if built_for is not None and built_for.type == kind else 0
+    return None if built_for is None else built_for.type
+
+
+def count_accelerators(kind: str) -> int:
+    """Return the number of visible devices of a kind of accelerator.
+
+    This starts no runtime, which could then not be used in a forked child; `torch.accelerator.is_available` would.
+    """
+    return count_of_torch(kind) if kind == accelerator() else 0
+
+
+def count_all_accelerators() -> int:
+    """Return the number of visible devices of torch's accelerator, of whichever kind they are."""
+    kind = accelerator()
+    return 0 if kind is None else count_accelerators(kind)
 
 
 def resolve_device(wanted: str) -> str:
-    """Return the type of device that a run uses: `cuda`, `mps` or `cpu`.
+    """Return the kind of device that a run uses: `cpu`, or torch's accelerator.
 
     Raises:
-        EnvironmentLacks: The wanted type is not available.
+        SpecInvalid: torch knows no such kind.
+        EnvironmentLacks: No device of the wanted kind is visible.
     """
+    here = accelerator()
     if wanted == "auto":
-        return next((kind for kind in ("cuda", "mps") if count_accelerators(kind)), "cpu")
-    if wanted != "cpu" and count_accelerators(wanted) == 0:
-        raise EnvironmentLacks(f"--device {wanted} but this machine shows no {wanted} device: use --device cpu or auto")
+        return here if here is not None and count_accelerators(here) else HOST
+    if wanted not in known_kinds():
+        raise SpecInvalid([unknown_kind(wanted)])
+    if wanted != HOST and count_accelerators(wanted) == 0:
+        raise EnvironmentLacks(f"--device {wanted} but {_seen_instead(wanted)}: use --device {_here()}")
     return wanted
 
 
-def backend_name(chosen: str, device: str, *, is_one_host: bool, sends_on_cuda: bool) -> str:
-    """Return torch's name of the backend of a run.
+def unknown_kind(wanted: str) -> str:
+    """Return a sentence about a kind of device that torch does not know, with what may be asked for here."""
+    kind, is_one, index = wanted.partition(":")
+    if is_one and kind in known_kinds() and index.isdecimal():
+        chosen = device_kind(kind).visible
+        how = f", and choose devices with {chosen}" if chosen else ""
+        return f"device is {wanted!r} but must be a kind, without a number: use --device {kind}{how}"
+    return (
+        f"device is {wanted!r} but torch knows no accelerator of this name here: use --device {_here()} (a package "
+        "that brings devices of its own has to be installed in this environment)"
+    )
 
-    Args:
-        chosen: Backend as in the settings; `auto` for shared memory if several ranks of one host compute on its CPU.
-        device: Type of the devices.
-        is_one_host: Whether there are several ranks, all on one host.
-        sends_on_cuda: Whether all ranks exchange tensors of their own CUDA devices.
-    """
-    if chosen == "auto":
-        shared = "dure_shm" if device == "cpu" and is_one_host and sys.platform == "linux" else "gloo"
-        chosen = "nccl" if sends_on_cuda else shared
-    return "cpu:dure_shm" if chosen == "dure_shm" else chosen
+
+def _here() -> str:
+    kind = accelerator()
+    is_there = kind is not None and count_accelerators(kind)
+    return f"{kind}, cpu or auto" if is_there else "cpu or auto"
+
+
+def _seen_instead(wanted: str) -> str:
+    """Return why torch shows no device of a kind that it has a name for."""
+    kind = accelerator()
+    if kind == wanted:
+        return f"this machine shows no {wanted} device"
+    built = "for the CPU only" if kind is None else f"for {kind}"
+    return f"this machine shows no {wanted} device, and this torch is built {built}"
 
 
 def check_devices(device: str, num_devices: int, *, shared: bool, is_launched: bool = False) -> None:
     """Refuse more devices than the machine has.
 
     Args:
-        device: Type of the devices.
+        device: Kind of the devices.
         num_devices: Number of devices wanted on this host.
         shared: Whether several processes may use one device.
         is_launched: Whether a launcher started the processes, which may show each of them only its own device. Ranks
             with the same device are then found when they meet.
 
     Raises:
-        SpecInvalid: Fewer CUDA or MPS devices are visible than the run wants.
+        SpecInvalid: Fewer devices are visible than the run wants.
     """
-    if device == "cpu" or shared:
+    if device == HOST or shared:
         return
     visible = count_accelerators(device)
     if num_devices > visible and not (is_launched and visible == 1):
-        raise SpecInvalid(
-            [
-                f"nproc is {num_devices} but {visible} {device} device(s) are visible: use --nproc {visible}, "
-                "--device cpu, or --share-devices to let several processes use one device"
-            ]
-        )
+        # ranks that share devices talk over sockets
+        may_share = reaches(OVER_SOCKETS, device)
+        cures = f"--device cpu{', or --share-devices to let several processes use one device' if may_share else ''}"
+        fewer = f"--nproc {visible}{',' if may_share else ' or'} "
+        raise SpecInvalid([f"nproc is {num_devices} but {visible} {device} device(s) are visible: use {fewer}{cures}"])
 
 
 def check_each_has_its_own(devices: Sequence[str | None]) -> None:

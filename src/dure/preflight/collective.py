@@ -11,7 +11,8 @@ from dure.checked import Number, Rank, Text
 from dure.documents import parse_json
 from dure.errors import Interrupted
 from dure.failures.verdict import WorkerEnd, in_brief, worded
-from dure.host.devices import backend_name, count_accelerators, count_cores
+from dure.host.backends import backend_name
+from dure.host.devices import count_accelerators, count_cores
 from dure.launch.nodes.peers import Nodes
 from dure.launch.rounds.outcome import Outcome
 from dure.launch.rounds.request import Launch
@@ -62,8 +63,10 @@ class NodeProgress:
 def backend_of(settings: PreflightSettings, world_size: int) -> str:
     """Return torch's name of the backend that the ranks of such a run use."""
     is_one_host = settings.num_nodes == 1 and world_size > 1
-    sends_on_cuda = settings.device == "cuda" and not settings.share_devices
-    return backend_name(settings.backend, settings.device, is_one_host=is_one_host, sends_on_cuda=sends_on_cuda)
+    sends_from_devices = not settings.share_devices
+    return backend_name(
+        settings.backend, settings.device, is_one_host=is_one_host, sends_from_devices=sends_from_devices
+    )
 
 
 def try_collective(
@@ -114,7 +117,7 @@ def _run(settings: PreflightSettings, backend: str, files: Sequence[int], nodes:
         # unnamed files: nothing is left of them, however this process ends
         progress=tuple(f"/proc/{os.getpid()}/fd/{file}" for file in files),
         device=settings.device,
-        num_devices=count_accelerators(settings.device) if settings.device == "cuda" else 0,
+        num_devices=count_accelerators(settings.device),
         backend=backend,
         timeout_seconds=_PART_OF_LIMIT * settings.timeout_seconds,
     )

@@ -3,6 +3,7 @@
 from collections import Counter
 from collections.abc import Iterator
 
+from dure.host.device_kinds import device_kind
 from dure.host.gpu_health import RECOVERIES
 from dure.host.nvml import Gpu, GpuFacts
 from dure.preflight.findings import Finding, failure, ok, skipped, warning
@@ -16,11 +17,15 @@ _NVSWITCH = "NVSwitch"
 
 def gpu_checks(facts: HostFacts, *, share_devices: bool) -> list[Finding]:
     """Judge the GPUs of one host."""
-    if facts.device != "cuda":
-        return [skipped("GPUs", _why_skipped(facts))]
+    kind = device_kind(facts.device)
     needed = 1 if share_devices else facts.num_devices
-    if facts.visible_devices < needed:
+    if kind.has_several and facts.visible_devices < needed:
         return [_too_few(facts, needed)]
+    if kind.has_several and not kind.has_nvml:
+        seen = f"torch sees {facts.visible_devices} {kind.title} device(s)"
+        return [ok("GPUs", seen), skipped("GPU health", f"only NVIDIA's are known, and these are {kind.title} devices")]
+    if not kind.has_nvml:
+        return [skipped("GPUs", _why_skipped(facts))]
     if not facts.gpus.gpus:
         why = facts.gpus.why_none or "NVML sees no whole GPU among those of CUDA_VISIBLE_DEVICES"
         return [ok("GPUs", f"torch sees {facts.visible_devices}"), skipped("GPU links", why)]
@@ -43,7 +48,12 @@ def _why_skipped(facts: HostFacts) -> str:
 
 
 def _too_few(facts: HostFacts, needed: int) -> Finding:
-    seen = f"torch sees {facts.visible_devices} CUDA device(s)"
+    kind = device_kind(facts.device)
+    seen = f"torch sees {facts.visible_devices} {kind.title} device(s)"
+    if not kind.has_nvml:
+        chosen = f"look at {kind.visible}" if kind.visible else "look which its driver shows"
+        cure = f"use a smaller --nproc, {chosen}, or use --device cpu"
+        return failure("GPUs", seen, f"the run needs {needed}", cure)
     if facts.gpus.is_broken or (facts.gpus.why_none and not facts.visible_devices):
         return failure(
             "GPUs",

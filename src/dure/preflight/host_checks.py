@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 
+from dure.host.backends import device_backend
 from dure.preflight.findings import Finding, failure, ok, warning
 from dure.preflight.gpu_checks import gpu_checks
 from dure.preflight.host_facts import HostFacts
@@ -50,7 +51,7 @@ def host_checks(facts: HostFacts, settings: PreflightSettings, world_size: int) 
 
 
 def _open_files(facts: HostFacts, settings: PreflightSettings, world_size: int) -> Finding:
-    per_peer = _FILES_PER_NCCL_PEER if facts.device == "cuda" else _FILES_PER_PEER
+    per_peer = _FILES_PER_NCCL_PEER if device_backend(facts.device) is not None else _FILES_PER_PEER
     rank = _FILES_OF_RANK + _FILES_INHERITED * facts.num_ranks + per_peer * world_size
     rank += _FILES_PER_LOADER * settings.num_workers
     launcher = _FILES_OF_LAUNCHER + _FILES_PER_CHILD * facts.num_ranks
@@ -77,7 +78,7 @@ def _shared_memory(facts: HostFacts, settings: PreflightSettings) -> list[Findin
     cure = "mount it (`mount -t tmpfs -o size=50% tmpfs /dev/shm`), or give the container --shm-size=8g or --ipc=host"
     users = [
         *(["loader workers"] if settings.num_workers else []),
-        *(["NCCL"] if facts.device == "cuda" and facts.num_ranks > 1 else []),
+        *(["NCCL"] if device_backend(facts.device) == "nccl" and facts.num_ranks > 1 else []),
     ]
     if room.error is not None:
         seen = f"nothing can be written to {name} ({room.error})"

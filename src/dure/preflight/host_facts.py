@@ -126,7 +126,7 @@ def host_facts(
         versions=_versions(gpus),
         device=settings.device,
         num_devices=settings.num_devices,
-        visible_devices=0 if settings.device == "cpu" else count_accelerators(settings.device),
+        visible_devices=count_accelerators(settings.device),
         num_ranks=settings.num_ranks,
         cores=count_cores(),
         cpu_quota=cpu_quota(),
@@ -146,6 +146,8 @@ def host_facts(
 def _versions(gpus: GpuFacts) -> dict[str, str | None]:
     import torch
 
+    from dure.host.device_kinds import versions
+
     try:
         own = importlib.metadata.version("dure")
     except importlib.metadata.PackageNotFoundError:
@@ -154,19 +156,9 @@ def _versions(gpus: GpuFacts) -> dict[str, str | None]:
         "Python": ".".join(platform.python_version_tuple()[:2]),
         "torch": str(torch.__version__),
         "dure": own,
-        "CUDA": torch.version.cuda,
-        "NCCL": _nccl_version(),
+        **versions(),
         "NVIDIA driver": gpus.driver,
     }
-
-
-def _nccl_version() -> str | None:
-    import torch
-    import torch.distributed as dist
-
-    if torch.version.cuda is None or not dist.is_nccl_available():
-        return None
-    return ".".join(map(str, torch.cuda.nccl.version()))
 
 
 # --- limits

@@ -4,6 +4,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from dure.errors import SpecInvalid
+from dure.host.backends import fault_of_backend
+from dure.host.device_kinds import known_kinds
+from dure.host.devices import unknown_kind
 from dure.launch.nodes.rendezvous import NodeSettings
 from dure.spec.fields import MOST_PROCESSES, MOST_SECONDS, MOST_THREADS
 
@@ -20,9 +23,9 @@ class PreflightSettings:
     num_devices: int
     """Number of devices that they need here."""
     device: str
-    """Device type: `cpu`, `cuda` or `mps`."""
+    """Kind of device: `cpu`, or one of torch's accelerators."""
     backend: str = "auto"
-    """Backend: `auto`, `gloo`, `nccl` or `dure_shm`."""
+    """Backend: `auto`, `gloo`, `dure_shm`, or that of the devices."""
     threads: int | None = None
     """CPU threads of each process; None to divide the cores of the host."""
     num_workers: int = 0
@@ -62,10 +65,10 @@ def check_settings(settings: PreflightSettings) -> None:
         faults.append(f"num_workers is {settings.num_workers} but must be a whole number {words}")
     if settings.threads is not None and not 0 < settings.threads <= MOST_THREADS:
         faults.append(f"threads is {settings.threads} but must be a whole number above 0 and of at most {MOST_THREADS}")
-    if settings.backend == "nccl" and settings.device != "cuda":
-        faults.append(f"backend is nccl, which moves CUDA tensors only, but device is {settings.device}: use gloo")
-    if settings.backend == "dure_shm" and settings.device == "cuda":
-        faults.append("backend is dure_shm, which moves CPU tensors only, but device is cuda: use nccl or gloo")
+    if settings.device not in known_kinds():
+        faults.append(unknown_kind(settings.device))
+    elif fault := fault_of_backend(settings.backend, settings.device):
+        faults.append(fault)
     if settings.backend == "dure_shm" and settings.num_nodes > 1:
         faults.append(f"backend is dure_shm, which is memory of one host, but nnodes is {settings.num_nodes}: use gloo")
     if faults:

@@ -94,12 +94,13 @@ class _Execution(_Group):
     precision: Annotated[Literal["fp32", "bf16", "fp16"], Everyday] = Field(
         "fp32", description="autocast; fp16 scales the loss"
     )
-    device: Annotated[Literal["auto", "cpu", "cuda", "mps"], Everyday] = Field(
-        "auto", description="auto takes an accelerator if any"
+    device: Annotated[str, Everyday] = Field(
+        "auto", description="cpu, or the kind of torch's accelerator, as cuda; auto takes an accelerator if any"
     )
-    share_devices: bool = Field(False, description="let several processes use one CUDA device")
-    backend: Literal["auto", "gloo", "nccl", "dure_shm"] = Field(
-        "auto", description="process group; auto: NCCL, or shared memory between CPU ranks of one host, or gloo"
+    share_devices: bool = Field(False, description="let several processes use one device")
+    backend: str = Field(
+        "auto",
+        description="process group; auto: the device's, as nccl, or dure_shm between CPU ranks of one host, or gloo",
     )
     comm: Literal["auto", "backend", "shm", "ring", "naive", "star", "halving_doubling", "tree", "hierarchical"] = (
         Field("auto", description="all-reduce algorithm; auto: shared memory between CPU ranks of one host")

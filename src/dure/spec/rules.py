@@ -43,8 +43,8 @@ RULES = (
     Rule(
         fields=("backend", "device"),
         blame="backend",
-        is_broken=lambda spec: spec.backend == "nccl" and spec.device in ("cpu", "mps"),
-        fault=lambda spec: f"backend nccl cannot reach device {spec.device}: choose gloo, or --device cuda",
+        is_broken=lambda spec: spec.backend == "nccl" and spec.device == "cpu",
+        fault=lambda spec: "backend nccl cannot reach device cpu: choose gloo, or another device",
     ),
     Rule(
         fields=("on_divergence", "max_restarts"),

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from dure.errors import TaskInvalid
+from dure.host.device_kinds import device_kind
 from dure.torchcompat import has_modes_of_thread, watched_parametrizations
 
 
@@ -90,7 +91,7 @@ def _refuse_cached() -> None:
 
 
 def _on_device(device: torch.device, call: Callable[[], Any]) -> Any:
-    if device.type != "cuda":
+    if not device_kind(device.type).has_several:
         return call()
     with torch.accelerator.device_index(device.index):
         return call()

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from dure.data.randomness import drawing_devices, mix
 from dure.errors import TaskInvalid
+from dure.host.device_kinds import device_kind
 from dure.torchcompat import default_generator
 
 
@@ -43,7 +44,7 @@ def chosen_by_timing(device_type: str, step: int) -> list[str]:
         device_type: Type of the run's devices.
         step: Step after which the run continues; 0 for a new run.
     """
-    if device_type != "cuda" or not step or not torch.backends.cudnn.benchmark:
+    if not device_kind(device_type).times_convolutions or not step or not torch.backends.cudnn.benchmark:
         return []
     return [
         "the bits of convolutions after a resume or restart: cuDNN times its algorithms anew at each start and takes "

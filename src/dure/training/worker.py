@@ -18,6 +18,7 @@ from dure.errors import DureError, LossNotFinite, Misuse, TaskInvalid
 from dure.failures.device_errors import AskDriver
 from dure.failures.record import FailureRecord, failure_file, failure_to_json
 from dure.failures.report import describe_failure, is_peer_lost, report_undisturbed, write_failure_report
+from dure.host.device_kinds import device_kind
 from dure.process.context import CUT, Place
 from dure.process.heartbeat import Heartbeats
 from dure.process.jobs import EvaluateJob, TrainJob
@@ -69,7 +70,7 @@ class Worker:
         """Samples that a device computed at once in the failed step; None if no step failed."""
         self.group: Group | None = None
         self.gpus: tuple[int, ...] = ()
-        """GPUs of this rank, by their CUDA indices in this process."""
+        """GPUs of this rank on which NVML reports, by their indices in this process."""
 
     def main(self) -> int:
         """Run the job; return the exit code, after any failure is written into the run's folder."""
@@ -92,7 +93,7 @@ class Worker:
     def _work(self, stop: StopSignals) -> int:
         spec = self._spec()
         self.group, devices = open_rank_group(spec, self.place)
-        self.gpus = tuple(device.index for device in devices if device.type == "cuda")
+        self.gpus = tuple(device.index for device in devices if device_kind(device.type).has_nvml)
         job = self.job
         if isinstance(job, TrainJob) and job.asked is not None:
             check_ranks_agree(self.group, job.asked)

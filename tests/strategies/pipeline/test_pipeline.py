@@ -391,7 +391,7 @@ def test_stages_that_share_a_gpu_over_gloo_are_refused_with_what_to_do(device, b
     fault = fault_of_backend(device, backend, num_ranks)
     assert (fault is None) is goes
     assert goes or re.search(
-        "which gloo cannot: give every rank a GPU of its own .* or use --device cpu, or model", fault
+        "which gloo cannot: give every rank a device of its own .* or use --device cpu, or model", fault
     )
 
 

@@ -189,14 +189,16 @@ def test_evaluating_a_run_whose_task_has_no_evaluation_data_is_refused(tmp_path)
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
 def test_nccl_without_a_cuda_device_is_refused_before_anything_starts(tmp_path):
-    with pytest.raises(SpecInvalid, match=r"backend is nccl, which reaches CUDA devices only, but .* is cpu: use gloo"):
+    with pytest.raises(
+        SpecInvalid, match=r"backend is nccl, which moves CUDA tensors only, but device is cpu: use gloo"
+    ):
         train(Small, tmp_path, backend="nccl", nproc=2, device="auto", start="fork")
     assert list(tmp_path.iterdir()) == []
 
 
 def test_nccl_with_servers_which_have_no_device_is_refused_before_anything_starts(tmp_path, monkeypatch):
     monkeypatch.setattr(machine, "count_accelerators", lambda kind: 2)
-    with pytest.raises(SpecInvalid, match="backend is nccl, which reaches CUDA devices only, but servers have none"):
+    with pytest.raises(SpecInvalid, match="backend is nccl, which moves no CPU tensors, but servers are CPU processes"):
         train(Small, tmp_path, strategy="parameter_server", backend="nccl", nproc=1, device="cuda", start="fork")
 
 

@@ -13,6 +13,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from dure.host.backends import sends_between_devices
+from dure.host.devices import accelerator
+
 _SHOWN_VALUES = 8
 
 
@@ -209,8 +212,9 @@ class _ThroughHost(Transfer):
 
 
 def sends_from_devices(process_group: dist.ProcessGroup | None = None) -> bool:
-    """Return whether a group's `send` and `recv` accept tensors of an accelerator."""
-    return "nccl" in dist.get_backend_config(process_group)
+    """Return whether a group's `send` and `recv` accept tensors of this torch's accelerator."""
+    kind = accelerator()
+    return kind is not None and sends_between_devices(dist.get_backend_config(process_group), kind)
 
 
 class Wire(CountedWire):
@@ -218,7 +222,7 @@ class Wire(CountedWire):
 
     Peers are ranks within the group. Nothing else may send or receive in that group at the same time: code that
     communicates from its own thread needs its own group. Tensors of a device go through host memory unless the backend
-    is NCCL, because gloo would interpret their addresses as host addresses.
+    sends them (gloo does not).
     """
 
     def __init__(
@@ -253,7 +257,7 @@ class Wire(CountedWire):
                 under_way = self._carry([(sent.cpu(), peer) for sent, peer in outgoing], landings)
                 arrivals = [(place, host) for (place, _), (host, _) in zip(incoming, landings, strict=True)]
                 return _ThroughHost(under_way, arrivals)
-            # NCCL runs messages in launch order: two ranks that both receive first would wait for ever
+            # a device's backend runs messages in launch order: two ranks that both receive first would wait for ever
             return _Works(dist.batch_isend_irecv([*self._operations(outgoing, incoming)]))
         # receives first: gloo sends nothing before the receiver has posted its buffer
         works = [dist.irecv(tensor, group=self._group, group_src=peer) for tensor, peer in incoming]

@@ -9,6 +9,7 @@ import torch
 from dure.comm.groups import open_group
 from dure.comm.timing import measure
 from dure.failures.report import describe_failure, write_failure
+from dure.host.device_kinds import device_kind
 from dure.process.context import Place
 from dure.process.jobs import BenchJob
 from dure.terminal import LiveLine
@@ -20,8 +21,8 @@ def main(job: BenchJob, place: Place) -> int:
     """Run the job's measurements; rank 0 appends each row to the job's file as a line of JSON once it is measured."""
     try:
         kind = job.device
-        device = torch.device(kind, place.rank.local_rank) if kind == "cuda" else torch.device(kind)
-        if kind == "cuda":
+        device = torch.device(kind, place.rank.local_rank) if device_kind(kind).has_several else torch.device(kind)
+        if device_kind(kind).has_several:
             torch.accelerator.set_device_index(device)
         torch.set_num_threads(place.threads)
         group = open_group(

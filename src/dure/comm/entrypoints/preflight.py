@@ -16,6 +16,7 @@ import torch.distributed as dist
 from dure.comm.algorithms.wire import sends_from_devices
 from dure.comm.groups import open_group
 from dure.failures.report import describe_failure, write_failure
+from dure.host.device_kinds import device_kind
 from dure.process.context import Place
 from dure.process.jobs import PreflightJob
 from dure.torchcompat import import_late_parts
@@ -67,7 +68,7 @@ def main(job: PreflightJob, place: Place) -> int:
         kind = job.device
         with progress.step("its device"):
             device = torch.device(kind)
-            if kind == "cuda":
+            if device_kind(kind).has_several:
                 device = torch.device(kind, place.rank.local_rank % job.num_devices)
                 torch.accelerator.set_device_index(device)
             torch.set_num_threads(place.threads)

@@ -4,12 +4,14 @@ import os
 import sys
 import threading
 
+from dure.host.device_kinds import reason_fork_would_lose_devices
+
 
 def reason_not_to_fork() -> str | None:
     """Return the reason why a forked child could hang or fail here, or None if there is none.
 
     A fork copies only one thread: locks held by others stay locked, and OpenMP's pool in the child waits for threads
-    that do not exist. CUDA does not survive a fork at all.
+    that do not exist. The runtimes of devices do not survive a fork at all.
     """
     if not sys.platform.startswith("linux"):
         return f"forking is not safe on {sys.platform}"
@@ -35,24 +37,11 @@ def reason_fork_would_fail(threads: int) -> str | None:
     Python threads are no such reason: only the user who requests a fork can know whether one holds a lock at the wrong
     moment.
     """
-    torch = sys.modules.get("torch")
-    if torch is not None and torch.cuda.is_initialized():
-        return "CUDA is in use in this process"
-    if torch is not None and torch.version.cuda is not None and torch.cuda.device_count() and _is_cuda_poisoned():
-        return "CUDA was asked for in this process (torch.cuda.is_available() is enough)"
+    if "torch" in sys.modules and (reason := reason_fork_would_lose_devices()) is not None:
+        return reason
     if threads > 1 and _has_openmp_threads():
         return "torch has already computed with several threads in this process"
     return None
-
-
-def _is_cuda_poisoned() -> bool:
-    """Return whether torch would refuse CUDA in a forked child, which only a forked child can find out."""
-    import torch
-
-    pid = os.fork()
-    if pid == 0:
-        os._exit(int(torch.cuda._is_in_bad_fork()))
-    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) != 0
 
 
 def _has_openmp_threads() -> bool:

@@ -3,6 +3,7 @@
 import torch
 from torch import Tensor
 
+from dure.host.device_kinds import has_float64
 from dure.strategies.contract.step_facts import LossTerm, Requests, StepFacts
 
 
@@ -29,7 +30,7 @@ class LocalSums:
     @property
     def dtype(self) -> torch.dtype:
         """Dtype in which facts are summed on the device."""
-        return torch.float32 if self.device.type == "mps" else torch.float64
+        return torch.float64 if has_float64(self.device.type) else torch.float32
 
     def step_facts(self) -> StepFacts:
         """Return the facts of the step if there is no other rank."""

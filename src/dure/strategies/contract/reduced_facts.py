@@ -14,7 +14,7 @@ def reduced_facts(strategy: Strategy, extra: Tensor | None = None) -> StepFacts:
         strategy: Strategy whose `sums` contain its losses.
         extra: Further numbers (N,) in the facts' dtype that are sent with them; they are summed in place.
 
-    Communication: one blocking all_reduce of 4 + N float64 (float32 on MPS) over all ranks.
+    Communication: one blocking all_reduce of 4 + N float64 (float32 on devices without float64) over all ranks.
     """
     sums = strategy.sums
     facts = sums.as_tensor()

@@ -6,6 +6,8 @@ from itertools import pairwise
 
 import torch
 
+from dure.host.device_kinds import has_timed_events
+
 Mark = float | torch.Event
 """Point in time within a step."""
 
@@ -14,12 +16,12 @@ class StepClock:
     """Clock that marks the ends of a step's spans, and reads them once the device has passed them.
 
     On the CPU a mark is `perf_counter`. On an accelerator work is queued, so the host's clock would measure queueing:
-    there a mark is an event in the device's stream, read one step later.
+    there a mark is an event in the device's stream, read one step later, unless its events measure no time.
     """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        is_host = device.type not in ("cuda", "mps")
+        is_host = not has_timed_events(device.type)
         self.mark: Callable[[], Mark] = time.perf_counter if is_host else self._record_event
         """Function that marks the current point in time."""
 

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from dure.errors import TaskInvalid
+from dure.host.device_kinds import copies_beside
 
 
 class Requests(NamedTuple):
@@ -34,7 +35,9 @@ class DeferredRead:
         self._numbers = numbers
         self._event: torch.Event | None = None
         if numbers.device.type != "cpu":
-            self._numbers = torch.empty(numbers.shape, dtype=numbers.dtype, pin_memory=numbers.device.type == "cuda")
+            self._numbers = torch.empty(
+                numbers.shape, dtype=numbers.dtype, pin_memory=copies_beside(numbers.device.type)
+            )
             self._numbers.copy_(numbers, non_blocking=True)
             self._event = torch.Event(device=numbers.device)
             self._event.record()

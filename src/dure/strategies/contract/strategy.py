@@ -42,7 +42,7 @@ from dure.strategies.state.hooks import gradient_hooks
 from dure.strategies.state.optimizer import optimizer_to_names, settings_of
 from dure.strategies.state.saved_state import CarriedState, StateSource, StrategyState
 from dure.strategies.state.tensor_shard import Needs, rectangles, whole_buffers
-from dure.torchcompat import run_backward
+from dure.torchcompat import move_module, run_backward
 
 _AS_IT_IS = nullcontext()
 LossFunction = Callable[[nn.Module, Any], "Tensor | Sum"]
@@ -162,7 +162,7 @@ class Strategy(ABC):
         """Move the model to the first device, with its BatchNorm layers synchronised if that was requested."""
         if self.spec.sync_batchnorm and not self.info.one_process:
             model = convert_sync_batchnorm(model, self.device)
-        return model.to(self.device)
+        return move_module(model, self.device)
 
     def distribute(self) -> None:
         """Apply the parallelism to the placed model."""

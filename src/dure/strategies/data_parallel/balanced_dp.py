@@ -17,6 +17,7 @@ from torch.optim import Optimizer
 from dure.data.partition import shares
 from dure.data.randomness import kept_global_randomness
 from dure.errors import TaskInvalid
+from dure.host.device_kinds import memory_of
 from dure.host.devices import available_memory_bytes, total_memory_bytes
 from dure.strategies.contract.batch_layout import Layout, Role, layout_of
 from dure.strategies.contract.batch_parts import BatchParts
@@ -178,8 +179,9 @@ def device0_share_by_memory(strategy: BalancedDataParallel) -> float:
     if len(devices) == 1:
         return 1.0
     is_all_counted = strategy.spec.deterministic
-    if strategy.device.type == "cuda":
-        free = [float(torch.accelerator.get_memory_info(device)[is_all_counted]) for device in devices]
+    memories = [memory for memory in map(memory_of, devices) if memory is not None]
+    if len(memories) == len(devices):
+        free = [float(memory[is_all_counted]) for memory in memories]
     else:
         free = [(total_memory_bytes() if is_all_counted else available_memory_bytes()) / len(devices)] * len(devices)
     gradient_bytes = sum(p.numel() * p.element_size() for p in strategy.trainable)

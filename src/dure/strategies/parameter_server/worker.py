@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from dure.host.device_kinds import copies_beside
 from dure.strategies.contract.batch_parts import DataShare
 from dure.strategies.contract.context import StrategyContext
 from dure.strategies.contract.strategy import Strategy
@@ -41,7 +42,7 @@ class Worker(Strategy):
         self.serving.divide(self.model, self.optimizer)
         self.optimizer.state.clear()  # some have state from the start (Adagrad), and so have the servers
         parameters = dict(self.model.named_parameters())
-        is_pinned = self.device.type == "cuda"
+        is_pinned = copies_beside(self.device.type)
         self.pushes, self.pulls = [], []
         for shards in self.serving.shards:
             # after the header: a flag per shard, whether it has a gradient

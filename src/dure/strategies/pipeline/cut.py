@@ -6,9 +6,11 @@ from typing import Any
 import torch
 from torch import nn
 
+from dure.host.device_kinds import memory_of
 from dure.strategies.contract.strategy import Strategy
 from dure.strategies.sections.plan import SectionPlan, look_at, plan_sections
 from dure.strategies.sections.verify import rehearse
+from dure.torchcompat import move_module
 
 
 def decide(strategy: Strategy, model: nn.Module, num_stages: int, cuts: str | None) -> dict[str, Any]:
@@ -25,13 +27,13 @@ def decide(strategy: Strategy, model: nn.Module, num_stages: int, cuts: str | No
     if num_stages == 1:
         return {"faults": [], "plan": asdict(SectionPlan(calls=[], begins=[0], homes={}))}
     host = _host(strategy.device, model)
-    model.to(host)
+    move_module(model, host)
     seen = look_at(strategy, model)
     plan, faults = plan_sections(model, seen, num_stages, cuts, costs=lambda seen: seen.operations)
     if plan is not None and seen is not None and host.type == strategy.device.type:  # on the CPU it would take too long
         fault = rehearse(strategy, model, plan, seen, loss_section=num_stages - 1)
         faults = [fault] if fault is not None else []
-    model.to("cpu")
+    move_module(model, "cpu")
     return {"faults": faults, "plan": None if plan is None else asdict(plan)}
 
 
@@ -40,5 +42,5 @@ def _host(device: torch.device, model: nn.Module) -> torch.device:
     if device.type == "cpu":
         return device
     needed = 4 * sum(parameter.numel() * parameter.element_size() for parameter in model.parameters())
-    free = torch.accelerator.get_memory_info(device)[0]
-    return device if needed < free else torch.device("cpu")
+    memory = memory_of(device)
+    return device if memory is None or needed < memory[0] else torch.device("cpu")

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from dure.comm.mesh import Mesh
 from dure.data.randomness import GeneratorStates
 from dure.errors import DureError, SpecInvalid, TaskInvalid, message_of
+from dure.host.backends import backend_cure, sends_between_devices
 from dure.spec import RunSpec
 from dure.spec.mesh import parse_mesh
 from dure.strategies.contract.batch_parts import BatchParts, DataShare
@@ -391,11 +392,11 @@ def _in_buckets(parameters: Sequence[nn.Parameter], most_bytes: int) -> Iterator
 
 def fault_of_backend(device_type: str, backend: str, num_ranks: int) -> str | None:
     """Return the reason why stages on such devices cannot communicate over a backend, or None if they can."""
-    if num_ranks == 1 or device_type == "cpu" or "nccl" in backend:
+    if num_ranks == 1 or device_type == "cpu" or sends_between_devices(backend, device_type):
         return None
     return (
         f"stages on {device_type} devices send activations from device to device, which {backend} cannot: give every "
-        "rank a GPU of its own (no --share-devices, --backend nccl), or use --device cpu, or model_parallel"
+        f"rank a device of its own ({backend_cure(device_type)}), or use --device cpu, or model_parallel"
     )
 
 

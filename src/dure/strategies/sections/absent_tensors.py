@@ -16,7 +16,7 @@ from torch.overrides import TorchFunctionMode
 
 from dure.errors import TaskInvalid
 from dure.strategies.contract.batches import map_tensors
-from dure.torchcompat import without_compilation, without_overrides
+from dure.torchcompat import give_data, without_compilation, without_overrides
 
 _METADATA = frozenset(
     (
@@ -180,7 +180,7 @@ class UsedTensors(TorchFunctionMode):
         """Restore the memory and the values of the tensors."""
         with torch.no_grad():
             for tensor, memory, values in self._before.values():
-                tensor.data = memory.copy_(values)
+                give_data(tensor, memory.copy_(values))
 
     def __torch_function__(
         self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None

@@ -24,6 +24,7 @@ from dure.strategies.sections.cuts import cut_names, faults_of, registered_chain
 from dure.strategies.sections.options import SectionOptions
 from dure.strategies.sections.plan import CURE, SectionPlan, held_bytes, look_at, plan_sections
 from dure.strategies.sections.trace import tensors_of
+from dure.torchcompat import give_data
 from dure.units import format_bytes
 
 
@@ -154,6 +155,6 @@ def _move(model: nn.Module, name: str, device: torch.device) -> None:
     module = model.get_submodule(path)
     tensor = getattr(module, leaf)
     if isinstance(tensor, nn.Parameter):
-        tensor.data = tensor.data.to(device)
+        give_data(tensor, tensor.data.to(device))
     else:
         setattr(module, leaf, tensor.to(device))

@@ -14,6 +14,7 @@ from dure.strategies.sections.plan import CURE, SectionPlan
 from dure.strategies.state.optimizer import STEP_KEY, group_names, optimizer_to_names
 from dure.strategies.state.saved_state import StateSource, StrategyState
 from dure.strategies.state.tensor_shard import Needs, rectangles
+from dure.torchcompat import give_data
 
 
 class LocalStages(nn.Module):
@@ -159,7 +160,7 @@ def _replace(model: nn.Module, name: str, value: Tensor) -> None:
     module = model.get_submodule(path)
     before = getattr(module, leaf)
     if isinstance(before, nn.Parameter):
-        before.data = value.detach()
+        give_data(before, value.detach())
     else:
         setattr(module, leaf, value)
 

@@ -30,6 +30,7 @@ from dure.strategies.sections.values import describe
 from dure.strategies.state.checksum import checksum
 from dure.strategies.state.objects.object_state import ObjectState
 from dure.strategies.state.trial import KeptBuffers, Trial, is_equal
+from dure.torchcompat import give_data
 
 SETS_GRADIENTS = (
     "the task's loss sets gradients itself (by a backward pass of its own, say), which a model in sections has on "
@@ -416,7 +417,7 @@ class _Rehearsal:
 
     def _place(self) -> None:
         for parameter, data, owner in self._parameters:
-            parameter.data = data if self._present in (None, owner) else hollow(data, self._device)
+            give_data(parameter, data if self._present in (None, owner) else hollow(data, self._device))
 
     def _take_gradients(self) -> None:
         """Sum the gradients of the section's own parameters, and drop all others as its rank would."""

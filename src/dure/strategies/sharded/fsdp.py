@@ -22,6 +22,7 @@ from torch.utils.checkpoint import checkpoint
 from dure import torchcompat
 from dure.comm.mesh import Mesh
 from dure.errors import TaskInvalid
+from dure.host.device_kinds import copies_beside
 from dure.host.devices import resolve_device
 from dure.spec import RunSpec
 from dure.spec.mesh import parse_mesh
@@ -119,7 +120,7 @@ class FSDP(ShardedStrategy):
         self.units = find_units(model, self.options.units)
         self.scalars = [parameter for parameter in model.parameters() if parameter.dim() == 0]
         for scalar in self.scalars:
-            scalar.data = scalar.data.to(self.device)
+            torchcompat.give_data(scalar, scalar.data.to(self.device))
         self.group.broadcast([scalar.data for scalar in self.scalars])
         self._parameter_bytes = parameter_bytes(model)
         self.gathered = [self._shard(unit.module, is_root=False) for unit in reversed(self.units)]
@@ -138,7 +139,7 @@ class FSDP(ShardedStrategy):
         ignored = set(self.scalars)
         own = [p for p in module.parameters() if not isinstance(p, DTensor) and p not in ignored]
         for parameter in own:
-            parameter.data = parameter.data.to(self.device).contiguous()
+            torchcompat.give_data(parameter, parameter.data.to(self.device).contiguous())
         self.group.broadcast([parameter.data for parameter in own])
         lowered = None if has_batchnorm(module) else _GATHERED.get(self.precision.name)
         gathered = Gathered(own, self.mesh, lowered)
@@ -177,7 +178,7 @@ class FSDP(ShardedStrategy):
     def _offload_policy(self) -> OffloadPolicy:
         if not self.options.cpu_offload:
             return OffloadPolicy()
-        return CPUOffloadPolicy(pin_memory=self.device.type == "cuda")  # CUDA copies from it while it computes
+        return CPUOffloadPolicy(pin_memory=copies_beside(self.device.type))
 
     def distribute(self) -> None:
         """Record which parameters are used, and pass the shards to the optimiser."""

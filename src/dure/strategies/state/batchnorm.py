@@ -8,6 +8,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from dure.errors import TaskInvalid
+from dure.host.device_kinds import device_kind
 from dure.strategies.state.objects.namespaces import ATOMS
 from dure.strategies.state.trial import is_equal
 from dure.torchcompat import BatchNorm
@@ -124,7 +125,8 @@ def _converted(model: nn.Module, device: torch.device) -> nn.Module:
 
 
 def _synchronised(old: BatchNorm, device: torch.device) -> nn.Module:
-    new = nn.SyncBatchNorm.convert_sync_batchnorm(old) if device.type == "cuda" else _plainly_synchronised(old)
+    has_kernels = device_kind(device.type).has_sync_batchnorm
+    new = nn.SyncBatchNorm.convert_sync_batchnorm(old) if has_kernels else _plainly_synchronised(old)
     vars(new).update(_further_attributes(old))
     return new
 

@@ -18,6 +18,7 @@ from dure.strategies.state.kept_modules import KeptModules
 from dure.strategies.state.objects.object_state import ObjectState
 from dure.strategies.state.objects.surroundings import Surroundings
 from dure.strategies.state.shared_storage import overlap
+from dure.torchcompat import give_data
 
 _MOST_COPIED_BYTES = 2**20
 """Maximum bytes of tensors that are copied for a trial whose writes need not be recorded."""
@@ -162,7 +163,7 @@ class Trial:
             if not is_equal(buffer, before):
                 buffer.copy_(before)
         for (name, parameter, data, requires_grad, grad), values in zip(self._parameters, self._gradients, strict=True):
-            parameter.data = data
+            give_data(parameter, data)
             if name in self._writes.before:
                 parameter.data.copy_(self._writes.before[name])
             parameter.requires_grad_(requires_grad)

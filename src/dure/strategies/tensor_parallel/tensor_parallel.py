@@ -56,7 +56,7 @@ from dure.strategies.tensor_parallel.options import TensorParallelOptions
 from dure.strategies.tensor_parallel.plan import STYLES, TensorPlan, find_plan, read_plan, shard_dim, whole_layers
 from dure.strategies.tensor_parallel.rules import has_no_rule
 from dure.strategies.tensor_parallel.values import DividedValues, undivided
-from dure.torchcompat import default_generator, gradient_hooks_of, run_backward, without_compilation
+from dure.torchcompat import default_generator, give_data, gradient_hooks_of, run_backward, without_compilation
 from dure.units import format_bytes
 
 AXES = ("data", "tensor")
@@ -164,7 +164,7 @@ class TensorParallel(ShardedStrategy):
     def _place_rest(self, model: nn.Module) -> None:
         for parameter in model.parameters():
             if not isinstance(parameter, DTensor):
-                parameter.data = parameter.data.to(self.device)
+                give_data(parameter, parameter.data.to(self.device))
         for module in model.modules():
             for name, buffer in module.named_buffers(recurse=False):
                 setattr(module, name, buffer.to(self.device))

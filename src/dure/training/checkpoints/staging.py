@@ -16,6 +16,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from dure.host.device_kinds import copies_beside
 from dure.strategies.state.tensor_shard import TensorShard
 from dure.training.checkpoints.rank_shard import RankShard
 
@@ -136,7 +137,7 @@ class StagingBuffer:
         self._targets = []
         if _needed_bytes(sources) > self.num_bytes:
             self._room = torch.empty(0, dtype=torch.uint8)  # free the old memory before allocating the new
-            is_pinned = any(source.device.type == "cuda" for source in sources)
+            is_pinned = any(copies_beside(source.device.type) for source in sources)
             self._room = _new_room(_needed_bytes(sources), is_pinned=is_pinned)
         begin = 0
         for source in sources:

@@ -12,6 +12,7 @@ from statistics import median
 import psutil
 from torch import Tensor
 
+from dure.host.device_kinds import copies_beside
 from dure.strategies.state.checksum import checksum
 from dure.training.checkpoints.reader import Checkpoint, checkpoint_of
 from dure.training.checkpoints.state import Position
@@ -75,7 +76,7 @@ class MemorySaver:
         self._warn = warn
         self.session = session
         self.progression = progression
-        self._least = 2 if any(device.type == "cuda" for device in session.strategy.devices) else 1
+        self._least = 2 if any(copies_beside(device.type) for device in session.strategy.devices) else 1
         """Minimum steps between snapshots at an automatic interval. A copy made during a step is complete only in the
         next one, which another rank may not have reached. A snapshot after each step could therefore leave no step that
         all ranks have."""

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from dure.data.randomness import GeneratorStates, kept_global_randomness, seed_draws
 from dure.errors import DataInvalid, TaskInvalid
+from dure.host.device_kinds import has_float64
 from dure.records.step_record import Metric
 from dure.records.sums import Sum, exact_sum
 from dure.strategies.contract.batches import to_device
@@ -247,7 +248,7 @@ def _mean_as_sum(loss: object, num_samples: int) -> Sum:
         raise TaskInvalid(
             f"the task's loss returned {seen} in an evaluation: return a scalar tensor{hint}, or dure.Sum(total, count)"
         )
-    return Sum((loss if loss.device.type == "mps" else loss.double()) * num_samples, num_samples)
+    return Sum((loss.double() if has_float64(loss.device.type) else loss) * num_samples, num_samples)
 
 
 def _combined(batches: Sequence[dict[str, tuple[float, float]]]) -> dict[str, Metric]:

@@ -18,6 +18,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 from dure.data import TensorData
 from dure.data.randomness import GeneratorStates, at_epoch, kept_global_randomness, seed_for_batch, seed_for_sample
 from dure.errors import DataInvalid
+from dure.host.device_kinds import copies_beside
 from dure.process.parent_death import die_with_parent
 from dure.process.stop_signals import STOP_SIGNALS
 from dure.strategies.contract.batches import map_tensors, to_device
@@ -226,7 +227,7 @@ class Loader:
         host_batches = self._with_workers(requests) if self._num_workers else map(self._fetch.__getitems__, requests)
         if self._device.type == "cpu":
             return iter(host_batches)
-        if self._device.type == "cuda":
+        if copies_beside(self._device.type):
             return _copied_beside(host_batches, self._device)
         return (to_device(batch, self._device) for batch in host_batches)
 
@@ -237,7 +238,7 @@ class Loader:
             num_workers=self._num_workers,
             collate_fn=_as_it_is,
             worker_init_fn=partial(_begin_loading, os.getpid()),
-            pin_memory=self._device.type == "cuda",
+            pin_memory=copies_beside(self._device.type),
             # regardless of the start method of the program or Python 3.14: data need not be picklable, a fork server is
             # not the rank's child, and a fresh interpreter could not import the task's file under its name here
             multiprocessing_context="fork",

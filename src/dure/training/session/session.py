@@ -15,7 +15,9 @@ from torch import nn
 from dure.comm.groups import Group, Solo, open_group
 from dure.data.partition import shares
 from dure.errors import DataInvalid, RanksDisagree, SpecInvalid
-from dure.host.devices import backend_name, check_devices, count_accelerators, resolve_device
+from dure.host.backends import backend_name
+from dure.host.device_kinds import device_kind
+from dure.host.devices import check_devices, count_accelerators, resolve_device
 from dure.process.context import Place
 from dure.spec import RunSpec
 from dure.strategies.contract.abilities import faults_of_model, role_of
@@ -90,8 +92,10 @@ def open_rank_group(spec: RunSpec, place: Place) -> tuple[Group, tuple[torch.dev
     num_here = spec.nproc if info.one_process else min(spec.num_devices, place.rank.local_world_size)
     check_devices(kind, num_here, shared=spec.share_devices, is_launched=not place.is_supervised)
     devices = _devices(kind, spec, place, one_process=info.one_process)
-    if kind == "cuda":
+    abilities = device_kind(kind)
+    if abilities.has_several:
         torch.accelerator.set_device_index(devices[0])
+    if abilities.times_convolutions:
         # before the task's own code, which may disable it
         torch.backends.cudnn.benchmark = not spec.deterministic
     if spec.deterministic:
@@ -112,11 +116,11 @@ def _backend(spec: RunSpec, place: Place) -> str:
     rank, kind, info = place.rank, resolve_device(spec.device), STRATEGIES[spec.strategy]
     is_on_host = info.extra_processes or info.exchanges_on_host or spec.share_devices
     is_one_host = rank.local_world_size == rank.world_size > 1
-    return backend_name(spec.backend, kind, is_one_host=is_one_host, sends_on_cuda=kind == "cuda" and not is_on_host)
+    return backend_name(spec.backend, kind, is_one_host=is_one_host, sends_from_devices=not is_on_host)
 
 
 def _devices(kind: str, spec: RunSpec, place: Place, *, one_process: bool) -> tuple[torch.device, ...]:
-    if kind != "cuda":
+    if not device_kind(kind).has_several:
         # on the CPU (and on MPS, which has one device) the replicas of one process are virtual devices
         return (torch.device(kind),) * (spec.nproc if one_process else 1)
     if one_process:

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from dure.host.device_kinds import memory_of
 from dure.strategies.contract.loss_traits import LossTraits
 from dure.strategies.contract.strategy import Strategy
 from dure.strategies.contract.watch.group_watch import GroupWatch
@@ -19,6 +20,7 @@ from dure.strategies.state.objects.namespaces import ATOMS
 from dure.strategies.state.objects.object_state import ObjectState
 from dure.strategies.state.optimizer import difference_of_settings, plain_settings
 from dure.strategies.state.trial import Trial, is_equal, sharing_state
+from dure.torchcompat import move_module
 from dure.training.inspection.additivity import Additivity
 from dure.training.inspection.collectives import CollectiveCalled, no_collectives
 from dure.training.inspection.first_loss import FirstLoss, difference_of_ranks, difference_of_worlds
@@ -119,17 +121,18 @@ def _inspected_as_one_process(
 def _fits(strategy: Strategy, model: nn.Module) -> bool:
     """Return whether the device has memory for the whole model, its gradients and the copies that trials make."""
     device = strategy.device
-    return device.type == "cpu" or 4 * _num_bytes(model) <= torch.accelerator.get_memory_info(device)[0]
+    memory = memory_of(device)  # unknown where it is the host's
+    return memory is None or 4 * _num_bytes(model) <= memory[0]
 
 
 @contextmanager
 def _on_device(strategy: Strategy, model: nn.Module) -> Iterator[None]:
-    model.to(strategy.device)
+    move_module(model, strategy.device)
     try:
         with sharing_state():
             yield
     finally:
-        model.to("cpu")
+        move_module(model, "cpu")
 
 
 def _rehearsed_optimizer(

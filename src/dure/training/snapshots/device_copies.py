@@ -10,12 +10,13 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from dure.host.device_kinds import copies_beside
 from dure.torchcompat import copy_all
 
 
 def can_copy_beside(tensor: Tensor) -> bool:
     """Return whether a tensor is on an accelerator that can copy while it computes."""
-    return tensor.device.type == "cuda"
+    return copies_beside(tensor.device.type)
 
 
 class DeviceCopies:

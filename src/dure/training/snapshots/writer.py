@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from dure import torchcompat
+from dure.host.device_kinds import device_kind
 from dure.training.checkpoints.staging import aligned
 from dure.training.checkpoints.state import Position
 from dure.training.snapshots.device_copies import DeviceCopies, can_copy_beside
@@ -192,7 +193,7 @@ class SnapshotWriter:
             ctypes.memmove(*move)
         away = copies.away + others.away
         if away:
-            self._pin()
+            self._pin(away[0].device.type)
             numbers = copies.away_numbers + others.away_numbers
             flags = [steady is not None and steady[number] for number in numbers]
             self._device_copies.begin(copies.away_targets + others.away_targets, away, flags)
@@ -251,10 +252,11 @@ class SnapshotWriter:
         for place in range(len(self._entries)):
             self._find_targets(place)
 
-    def _pin(self) -> None:
-        """Pin the memory once, because copies into other memory would block the host."""
+    def _pin(self, kind: str) -> None:
+        """Pin the memory once, because copies of such a device into other memory would block the host."""
         if self._is_pinned is None:
-            self._is_pinned = torchcompat.pin_host_memory(self._address(), len(self._memory))
+            can_pin = device_kind(kind).pins_any_memory
+            self._is_pinned = can_pin and torchcompat.pin_host_memory(self._address(), len(self._memory))
 
     def _address(self) -> int:
         return view_of(self._memory, 0, torch.uint8, [1]).data_ptr()

@@ -14,6 +14,7 @@ from types import ModuleType
 
 from dure.errors import EnvironmentLacks, TaskInvalid
 from dure.failures.frames import traceback_in_user_code
+from dure.host.device_kinds import runtimes_left_alone
 from dure.terminal import shell_word
 from dure.torchcompat import library_for_another_torch
 from dure.training.task.hooks import check_task_class
@@ -42,7 +43,7 @@ def load_task_class(reference: str) -> type[Task]:
     elif not where or not class_name.isidentifier() or (where.startswith(".") and not where.endswith(".py")):
         raise TaskInvalid(f"'{reference}' names no task: write file.py:Class or package.module:Class")
     try:
-        with _cuda_left_untouched(), _marked_as_importing(where):
+        with runtimes_left_alone(), _marked_as_importing(where):
             module = _import_file(Path(where)) if where.endswith(".py") else _import_module(where)
     except TaskInvalid:
         raise
@@ -89,24 +90,6 @@ def _cure(error: BaseException, where: str) -> str:
 
 def _is_task(value: object) -> bool:
     return inspect.isclass(value) and issubclass(value, Task) and value is not Task
-
-
-@contextmanager
-def _cuda_left_untouched() -> Iterator[None]:
-    """Let a task file call `torch.cuda.is_available()` during its import without initialising CUDA in this process.
-
-    The process that imports the task forks the ranks, and an initialised CUDA does not survive a fork.
-    """
-    name = "PYTORCH_NVML_BASED_CUDA_CHECK"
-    before = os.environ.get(name)
-    os.environ[name] = "1"
-    try:
-        yield
-    finally:
-        if before is None:
-            del os.environ[name]
-        else:
-            os.environ[name] = before
 
 
 @contextmanager

@@ -74,6 +74,53 @@ def _is_written_name(node: ast.expr) -> bool:
     return isinstance(node, ast.Constant) and isinstance(node.value, str)
 
 
+KINDS_OF_DEVICES = {"cuda", "mps", "xpu", "hpu", "mtia"}
+KNOW_KINDS = {
+    "host/device_kinds.py": KINDS_OF_DEVICES,  # which is what it is for
+    "torchcompat.py": {"mps", "torch.cuda"},  # private functions, for which torch has nothing generic
+    "spec/foreign_names.py": {"cuda"},  # a flag of other tools
+}
+"""Files that may name kinds of devices, each with the names."""
+
+
+def kinds_written_out(source: str) -> Iterator[str]:
+    """Yield each kind of device that is written out: as a string, or as a module or version of torch."""
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Constant) and isinstance(node.value, str):
+            if node.value.partition(":")[0] in KINDS_OF_DEVICES:
+                yield node.value.partition(":")[0]
+        elif isinstance(node, ast.Attribute) and node.attr in KINDS_OF_DEVICES:
+            yield ast.unparse(node)
+        elif isinstance(node, ast.Import | ast.ImportFrom):
+            names = [f"{getattr(node, 'module', None) or ''}.{alias.name}".strip(".") for alias in node.names]
+            yield from (name for name in names if KINDS_OF_DEVICES & {*name.split(".")})
+
+
+def test_kinds_of_devices_when_named_then_in_one_module() -> None:
+    found = {
+        str(path.relative_to(ROOT / "src/dure")): {*kinds_written_out(path.read_text(encoding="utf-8"))}
+        for path in SOURCES
+    }
+    known = {name: names | {f"torch.{kind}" for kind in names} for name, names in KNOW_KINDS.items()}
+    known["host/device_kinds.py"].add("torch.version.cuda")
+    wrong = {name: names - known.get(name, set()) for name, names in found.items()}
+    assert {name: names for name, names in wrong.items() if names} == {}, "ask for an ability of host/device_kinds.py"
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        'device.type == "cuda"',
+        'torch.device("cuda:1")',
+        "torch.cuda.empty_cache()",
+        "from torch import cuda",
+        "torch.mps",
+    ],
+)
+def test_kinds_written_out_when_one_is_then_it_is_found(line: str) -> None:
+    assert len(list(kinds_written_out(line))) == 1
+
+
 @pytest.mark.parametrize("path", SOURCES, ids=lambda path: str(path.relative_to(ROOT)))
 def test_source_when_read_then_nothing_runs_what_a_file_says(path: Path) -> None:
     found = list(unsafe_calls(path.read_text(encoding="utf-8")))

@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -507,3 +508,51 @@ def test_world_size_when_read_then_noted_with_the_line(monkeypatch: pytest.Monke
             torch.distributed.get_world_size()
     assert os.environ["WORLD_SIZE"] == "2"
     assert [read.rpartition(":")[0] for read in reads] == [__file__, __file__]
+
+
+# -- memory on devices whose tensors have another implementation, as those of kinds from outside (here: meta)
+
+
+def test_give_data_when_the_implementation_is_another_then_the_parameter_stays_with_its_hooks():
+    parameter = nn.Parameter(torch.ones(2))
+    parameter.mark = "kept"
+    seen = []
+    parameter.register_hook(lambda gradient: seen.append(gradient.device.type))
+    parameter.register_post_accumulate_grad_hook(lambda tensor: seen.append(tensor.grad.device.type))
+    with pytest.raises(RuntimeError, match="incompatible tensor type"):
+        parameter.data = torch.empty(2, device="meta")
+    torchcompat.give_data(parameter, torch.empty(2, device="meta"))
+    assert (parameter.device.type, parameter.mark, parameter.is_leaf) == ("meta", "kept", True)
+    parameter.sum().backward()
+    torchcompat.give_data(parameter, torch.full((2,), 3.0))
+    parameter.sum().backward()
+    assert (parameter.tolist(), type(parameter)) == ([3.0, 3.0], nn.Parameter)
+    assert seen == ["meta", "meta", "cpu", "cpu"]
+
+
+def test_move_module_when_parameters_are_tied_then_they_stay_tied_and_the_same():
+    module = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2), nn.BatchNorm1d(2))
+    module[1].weight = module[0].weight
+    module[0].weight.grad = torch.ones(2, 2)
+    before = [*module.parameters()]
+    assert torchcompat.move_module(module, "meta") is module
+    assert all(one is other for one, other in zip(module.parameters(), before, strict=True))
+    assert {tensor.device.type for tensor in module.state_dict().values()} == {"meta"}
+    assert (module[1].weight is module[0].weight, module[0].weight.grad.device.type) == (True, "meta")
+
+
+@pytest.mark.slow
+def test_inductor_has_code_for_the_cpu_and_none_for_meta():
+    assert torchcompat.has_inductor_for("cpu")
+    assert not torchcompat.has_inductor_for("meta")
+
+
+def test_generator_of_a_module_without_generators_has_the_states():
+    states = {0: torch.zeros(5)}
+    module = SimpleNamespace(
+        get_rng_state=lambda device: states[device.index],
+        set_rng_state=lambda state, device: states.update({device.index: state}),
+    )
+    generator = torchcompat._GeneratorOfModule(module, torch.device("cuda", 0))
+    generator.set_state(torch.ones(5))
+    assert generator.get_state().tolist() == [1.0] * 5

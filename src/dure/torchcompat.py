@@ -771,6 +771,13 @@ def move_module(module: nn.Module, device: torch.device | str) -> nn.Module:
     return module.to(device)
 
 
+def has_inductor_for(device_type: str) -> bool:
+    """Return whether Inductor generates code for a type of device (private in torch); the import takes seconds."""
+    common: Any = importlib.import_module("torch._inductor.codegen.common")
+    common.init_backend_registration()
+    return common.get_scheduling_for_device(device_type) is not None
+
+
 def pin_host_memory(address: int, num_bytes: int) -> bool:
     """Lock pages of the host, so that CUDA copies into them asynchronously; return whether that succeeded.
 

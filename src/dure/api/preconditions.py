@@ -7,10 +7,12 @@ from dure.api.local import count_processes
 from dure.cluster.rank import Launched
 from dure.errors import EnvironmentLacks, SpecInvalid
 from dure.host.backends import backend_cure, backend_name, fault_of_backend, is_available, reaches, takes_devices_only
+from dure.host.device_kinds import can_compile
 from dure.host.devices import check_devices, count_all_accelerators, resolve_device
 from dure.launch.worker.fork_safety import reason_not_to_fork
 from dure.spec import RunSpec
 from dure.strategies.contract.abilities import faults_of_model, faults_of_optimizer
+from dure.strategies.contract.precision import fault_of_precision
 from dure.strategies.table import STRATEGIES, load_strategy
 from dure.training.fault_injection import read_faults
 from dure.training.session.task_products import refuse_lazy
@@ -32,6 +34,10 @@ def check_before_start(spec: RunSpec, launched: Launched | None = None) -> None:
     device = resolve_device(spec.device)
     check_devices(device, num_here, shared=spec.share_devices, is_launched=launched is not None)
     _check_backend(spec, device)
+    if fault := fault_of_precision(spec.precision, device):
+        raise SpecInvalid([fault])
+    if spec.compile and not can_compile(device):
+        raise SpecInvalid([f"torch.compile generates no code for {device} devices: leave --compile out"])
     if spec.faults is not None:
         read_faults(spec.faults, count_processes(spec), on_several_hosts=spec.num_nodes > 1)
     if spec.start == "inline" and count_processes(spec) > 1:

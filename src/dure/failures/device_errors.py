@@ -1,4 +1,4 @@
-"""Explanations of CUDA and NCCL errors: a failed GPU, a failed kernel, or a torch that does not match the driver.
+"""Explanations of devices' errors: a failed GPU, a failed kernel, or a torch that does not match the driver.
 
 The codes and texts are those of `cudaError_t` in the CUDA runtime's reference; torch prefixes them with "CUDA error: ",
 NCCL with "Cuda failure ". If a GPU may be the cause, the driver is queried too.
@@ -9,6 +9,8 @@ import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+import torch
+
 from dure.errors import message_of
 from dure.host.device_kinds import current_index
 from dure.host.gpu_health import GpuHealth
@@ -16,9 +18,9 @@ from dure.host.gpu_health import GpuHealth
 AskDriver = Callable[[int], GpuHealth]
 """Function that returns the health of a GPU, given its CUDA index in this process."""
 
-GPU, GONE, EITHER, KERNEL, BUILD, SYSTEM = "gpu", "gone", "either", "kernel", "build", "system"
+GPU, GONE, EITHER, KERNEL, BUILD, SYSTEM, OTHER = "gpu", "gone", "either", "kernel", "build", "system", "other"
 """Possible causes: the GPU; a GPU that is no longer there; GPU or kernel; certainly a kernel; mismatch of torch, driver
-and GPU; the host."""
+and GPU; the host; a device whose errors have no table here."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -139,6 +141,13 @@ _NCCL_SYSTEM = _Kind(
     means="NCCL met an error of the host: mostly of the network or of /dev/shm, or of a device",
     cure="try them with `dure preflight`; NCCL_DEBUG=INFO says which call it was",
 )
+_OF_ANOTHER_KIND = _Kind(
+    code=0,
+    text="",
+    of=OTHER,
+    means="its device failed, or a kernel on it did",
+    cure="run it once more, and if it fails again look at the device with its maker's tools",
+)
 _SAYS_ERROR = re.compile(
     r"CUDA error: |CUDA driver error: |Triton Error \[CUDA\]: |cuDNN error: |No CUDA GPUs are available"
     r"|Cuda failure (?:(?P<of_nccl>\d+) )?'|cudaGetDeviceCount\(\).* Error (?P<of_torch>\d+): ",
@@ -226,6 +235,8 @@ def _kind(error: BaseException) -> _Kind | None:
         found = by_code or next((kind for kind in _KINDS if kind.text in shown), None)
         if found is not None:
             return found
+    if match is None and isinstance(error, torch.AcceleratorError):
+        return _OF_ANOTHER_KIND
     return next((kind for kind in (_NCCL, _NCCL_SYSTEM) if "NCCL" in text and kind.text in text), None)
 
 

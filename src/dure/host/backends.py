@@ -11,6 +11,8 @@ from dure.host.device_kinds import HOST, device_kind
 
 OVER_SOCKETS = "gloo"
 OVER_MEMORY = "dure_shm"
+_SENDS_NOTHING = "fake"
+"""Backend of torch's own tests. Once imported it is the one of every kind for which there is no other."""
 
 
 def device_backend(kind: str) -> str | None:
@@ -58,7 +60,9 @@ def _backend_for(backend: str, kind: str) -> str:
 def _capability(backend: str) -> Sequence[str]:
     import torch.distributed as dist
 
-    return (HOST,) if backend == OVER_MEMORY else dist.Backend.backend_capability.get(backend, ())
+    if backend == OVER_MEMORY:
+        return (HOST,)
+    return () if backend == _SENDS_NOTHING else dist.Backend.backend_capability.get(backend, ())
 
 
 def is_available(backend: str) -> bool:
@@ -93,7 +97,8 @@ def known_backends() -> list[str]:
     """Return the names that a setting may have: dure's own words, and the backends that torch has tensors for."""
     import torch.distributed as dist
 
-    return ["auto", OVER_SOCKETS, OVER_MEMORY, *(one for one in dist.Backend.backend_capability if one != OVER_SOCKETS)]
+    others = [one for one in dist.Backend.backend_capability if one not in (OVER_SOCKETS, _SENDS_NOTHING)]
+    return ["auto", OVER_SOCKETS, OVER_MEMORY, *others]
 
 
 def fault_of_backend(chosen: str, kind: str) -> str | None:

@@ -7,7 +7,7 @@ is asked of torch; `KINDS` has the rest. What is unknown of a kind (None there) 
 
 import functools
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
@@ -40,6 +40,8 @@ class DeviceKind:
     """True if each start may choose the algorithms of convolutions by timing (cuDNN's benchmark)."""
     has_sync_batchnorm: bool = False
     """True if torch's own SyncBatchNorm has kernels for it."""
+    compiles: bool | None = None
+    """True if `torch.compile` generates code for it."""
     visible: str | None = None
     """Environment variable that selects devices of a host."""
 
@@ -52,6 +54,7 @@ KINDS = {
         has_timed_events=False,
         has_float64=True,
         counts_without_runtime=True,
+        compiles=True,
     ),
     "cuda": DeviceKind(
         title="CUDA",
@@ -63,6 +66,7 @@ KINDS = {
         has_nvml=True,
         times_convolutions=True,
         has_sync_batchnorm=True,
+        compiles=True,
         visible="CUDA_VISIBLE_DEVICES",
     ),
     "mps": DeviceKind(
@@ -72,8 +76,9 @@ KINDS = {
         has_timed_events=True,
         has_float64=False,
         counts_without_runtime=True,
+        compiles=True,
     ),
-    "xpu": DeviceKind(title="XPU", visible="ZE_AFFINITY_MASK"),
+    "xpu": DeviceKind(title="XPU", compiles=True, visible="ZE_AFFINITY_MASK"),
     "hpu": DeviceKind(title="HPU", visible="HABANA_VISIBLE_MODULES"),
     "mtia": DeviceKind(title="MTIA"),
 }
@@ -150,6 +155,22 @@ def _compute_in_float64(name: str) -> None:
     torch.ones(1, dtype=torch.float64, device=name).sum().item()
 
 
+def can_compile(name: str) -> bool:
+    """Return whether `torch.compile` generates code for devices of a kind."""
+    from dure.torchcompat import has_inductor_for  # imports torch
+
+    known = device_kind(name).compiles
+    return has_inductor_for(name) if known is None else known
+
+
+def autocast_dtypes(name: str) -> Collection[Any] | None:
+    """Return the dtypes of autocast that the module of a kind from outside names; None for a kind that torch knows."""
+    if name in KINDS:
+        return None
+    told = getattr(_module(name), "get_amp_supported_dtype", None)
+    return () if told is None else tuple(told())
+
+
 # --- counts, and what a fork may leave behind
 
 
@@ -176,14 +197,20 @@ def count_of_torch(name: str) -> int:
 
     if device_kind(name).counts_without_runtime or _is_started(name) or not hasattr(os, "fork"):
         return torch.accelerator.device_count()
-    return _count_in_child(name, os.environ.get(device_kind(name).visible or ""))
+    counted = _count_in_child(name, os.environ.get(device_kind(name).visible or ""))
+    return torch.accelerator.device_count() if counted is None else counted
 
 
 @functools.cache
-def _count_in_child(name: str, visible: str | None) -> int:
-    """Count in a forked child; the result is kept, because forked ranks inherit it."""
+def _count_in_child(name: str, visible: str | None) -> int | None:
+    """Count in a forked child; None if it has lost the devices of this process, which has then started the runtime.
+
+    The result is kept: forked ranks inherit it.
+    """
     import torch
 
+    if _is_lost_in_child(name):
+        return None
     read, write = os.pipe()
     pid = os.fork()
     if pid == 0:
@@ -209,7 +236,7 @@ def reason_fork_would_lose_devices() -> str | None:
     name, title = here.type, device_kind(here.type).title
     if _is_started(name):
         return f"{title} is in use in this process"
-    if count_of_torch(name) and _is_lost_in_child(name):
+    if (not device_kind(name).counts_without_runtime or count_of_torch(name)) and _is_lost_in_child(name):
         asked = f"torch.{name}.is_available() is enough"
         return f"{title} was asked for in this process ({asked})"
     return None

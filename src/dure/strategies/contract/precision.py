@@ -8,6 +8,7 @@ import torch
 from torch.optim import Optimizer
 
 from dure.errors import TaskInvalid, message_of
+from dure.host.device_kinds import autocast_dtypes
 
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 _AS_IT_IS = nullcontext()
@@ -68,6 +69,18 @@ class Precision:
         """Load a scaler's state; a run that resumes under another precision starts with a new scale."""
         if self.scaler is not None and state:
             self.scaler.load_state_dict(state)
+
+
+def fault_of_precision(name: str, device_type: str) -> str | None:
+    """Return a sentence if autocast has not this precision on a kind of devices; torch would only warn of that."""
+    dtypes = autocast_dtypes(device_type)
+    if name == "fp32" or dtypes is None or _DTYPES[name] in dtypes:
+        return None
+    known = [precision for precision, dtype in _DTYPES.items() if dtype in dtypes]
+    return (
+        f"precision is {name}, but autocast on {device_type} devices has {' and '.join(known) or 'no half precision'}: "
+        f"use {' or '.join([*known, 'fp32'])}"
+    )
 
 
 def refuse_closure(optimizer: Optimizer, error: Exception) -> None:

@@ -1,6 +1,7 @@
 """Abilities of kinds of devices, and the backends that reach them."""
 
 import os
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -152,3 +153,30 @@ def test_task_that_asks_for_devices_is_let_ask_without_their_runtime(monkeypatch
     with device_kinds.runtimes_left_alone():
         assert os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] == "1"
     assert "PYTORCH_NVML_BASED_CUDA_CHECK" not in os.environ
+
+
+ROWS = {
+    "several devices of a host": "has_several",
+    "copies to and from pinned memory while it computes": "copies_beside",
+    "events that measure time": "has_timed_events",
+    "float64": "has_float64",
+    "pins memory that torch did not allocate": "pins_any_memory",
+    "health and memory by NVML": "has_nvml",
+    "algorithms chosen by timing (cuDNN)": "times_convolutions",
+    "torch's SyncBatchNorm": "has_sync_batchnorm",
+    "`torch.compile`": "compiles",
+    "counted without starting its runtime": "counts_without_runtime",
+}
+"""Ability of each row of docs/devices.md."""
+
+
+def test_page_of_devices_has_the_abilities_of_each_kind():
+    page = (Path(__file__).parents[2] / "docs/devices.md").read_text(encoding="utf-8")
+    lines = [[cell.strip() for cell in line.strip("|").split("|")] for line in page.splitlines() if line[:1] == "|"]
+    found = {cells[0]: cells[1:6] for cells in lines if cells[0] in ROWS}
+    words = {True: "yes", False: "no", None: "tried"}
+    kinds = [[KINDS["cpu"]], [KINDS["cuda"]], [KINDS["mps"]], [KINDS["xpu"]]]
+    kinds.append([KINDS["hpu"], KINDS["mtia"], device_kind("fieldgpu")])
+    for label, ability in ROWS.items():
+        of_kinds = [{words[getattr(kind, ability)] for kind in alike} for alike in kinds]
+        assert [{word} for word in found[label]] == of_kinds, label

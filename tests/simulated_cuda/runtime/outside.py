@@ -21,6 +21,7 @@ def show(core: ModuleType) -> None:
         setattr(module, name, found)
     module.device_count = lambda: _counted(core)
     module.simulated = core
+    module.device = lambda device: torch.accelerator.device_index(cuda.index_of(core, device))
     module.get_amp_supported_dtype = lambda: [torch.float16, torch.bfloat16]
     torch._register_device_module(core.kind, module)
     torch.utils.generate_methods_for_privateuse1_backend(for_storage=False)

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.optim import SGD, Optimizer
 
+from dure.errors import WorkerFailed
 from tests.conformance.cases import TO_ROUNDING, largest_difference, train_case, weights_of
 from tests.conformance.zoo.feature import STEPS, Samples, ZooTask
 
@@ -31,8 +32,20 @@ class Factors(nn.Module):
 
 
 class Recommender(ZooTask):
+    def __init__(self, *, shared: str = "") -> None:
+        super().__init__()
+        self.shared = shared
+
     def build_model(self) -> nn.Module:
-        return Factors().double()
+        factors = Factors().double()
+        row, column = factors.tables["row"], factors.tables["column"]
+        if self.shared == "weight":
+            column.weight = row.weight
+        elif self.shared == "table":
+            factors.tables["column"] = row
+        elif self.shared == "weight of a dense table":
+            column.weight, column.sparse = row.weight, False
+        return factors
 
     def train_data(self) -> Any:
         generator = torch.Generator().manual_seed(2)
@@ -49,7 +62,24 @@ class Recommender(ZooTask):
         return functional.mse_loss(model(places), ratings)
 
 
-@pytest.mark.parametrize("strategy", ["ddp", "zero1"])
-def test_sparse_gradients_that_share_memory_are_exact(strategy: str, tmp_path: Path) -> None:
-    one, many = (train_case(tmp_path, Recommender(), *how, **STEPS) for how in [(), (strategy, 2)])
+@pytest.mark.parametrize(
+    ("strategy", "shared"), [("ddp", ""), ("zero1", ""), ("ddp", "weight"), ("zero1", "weight"), ("ddp", "table")]
+)
+def test_sparse_gradients_that_share_memory_or_a_weight_are_exact(strategy: str, shared: str, tmp_path: Path) -> None:
+    one, many = (train_case(tmp_path, Recommender(shared=shared), *how, **STEPS) for how in [(), (strategy, 2)])
     assert largest_difference(weights_of(one), weights_of(many)) < TO_ROUNDING
+
+
+def test_sparse_gradients_are_refused_where_dense_ones_are_added(tmp_path: Path) -> None:
+    with pytest.raises(WorkerFailed, match=r"tables\.row gives sparse gradients .* with a layer that gives dense ones"):
+        train_case(tmp_path, Recommender(shared="weight of a dense table"), "ddp", 2, **STEPS)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "name"),
+    [("ddp", "bf16"), ("zero1", "int8"), ("ddp", "powersgd")],
+)
+def test_sparse_gradients_are_refused_by_compression(strategy: str, name: str, tmp_path: Path) -> None:
+    with pytest.raises(WorkerFailed, match=r"tables\.row gives sparse gradients .* cannot be compressed") as caught:
+        train_case(tmp_path, Recommender(), strategy, 2, compression=name, **STEPS)
+    assert caught.value.exit_code == 2

@@ -5,7 +5,6 @@ travel inside the first gradient bucket, so that exact weights and an agreed sto
 """
 
 import time
-from collections import Counter
 from collections.abc import Callable, Iterable
 from contextlib import nullcontext
 
@@ -75,16 +74,23 @@ class DDP(Strategy):
     rules = WeightRules(changes_in_step_only=True)
 
     def check_traits(self, model: nn.Module) -> list[str]:
-        """Refuse sparse embeddings that other modules use too: their gradients are dense, and DDP expects sparse."""
+        """Refuse sparse gradients that are compressed, or added to dense ones, which torch's DDP does not expect."""
         faults = super().check_traits(model)
-        users = Counter(id(p) for _, p in model.named_parameters(remove_duplicate=False))
-        for name, module in model.named_modules():
-            if getattr(module, "sparse", False) is True and any(
-                users[id(p)] > 1 for p in module.parameters(recurse=False)
-            ):
+        modules = dict(model.named_modules())
+        sparse = {name: module for name, module in modules.items() if getattr(module, "sparse", False) is True}
+        used_by_others = {
+            id(p) for name in modules.keys() - sparse.keys() for p in modules[name].parameters(recurse=False)
+        }
+        for name, module in sparse.items():
+            if any(id(p) in used_by_others for p in module.parameters(recurse=False)):
                 faults.append(
                     f"{name} gives sparse gradients (sparse=True) and shares its weight with a layer that gives dense "
                     "ones, which torch's DDP cannot reduce: set sparse=False, or use naive_ddp"
+                )
+            elif self.options.compression is not None:
+                faults.append(
+                    f"{name} gives sparse gradients (sparse=True), which cannot be compressed: set sparse=False, or "
+                    f"leave out --{self.info.flag}.compression"
                 )
         return faults
 

@@ -1068,6 +1068,28 @@ def watched_parametrizations(cached: Callable[[], Any]) -> Iterator[None]:
         parametrize._cache = before
 
 
+@contextmanager
+def functional_calls_in_turn() -> Iterator[None]:
+    """Let one thread at a time compute a `torch.func.functional_call` (private in torch).
+
+    It puts the given tensors into its module for as long as it lasts, where another thread would use them.
+    """
+    stateless: Any = importlib.import_module("torch.nn.utils.stateless")
+    original = stateless._reparametrize_module
+    lock = threading.RLock()  # calls inside of calls
+
+    @contextmanager
+    def in_turn(*args: Any, **kwargs: Any) -> Iterator[None]:
+        with lock, original(*args, **kwargs):
+            yield
+
+    stateless._reparametrize_module = in_turn
+    try:
+        yield
+    finally:
+        stateless._reparametrize_module = original
+
+
 def bytes_of(tensor: Tensor) -> Tensor:
     """Return a tensor's elements as bytes in one dimension: a view of its memory if it is contiguous.
 

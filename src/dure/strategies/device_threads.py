@@ -16,7 +16,7 @@ from torch import Tensor
 
 from dure.errors import TaskInvalid
 from dure.host.device_kinds import device_kind
-from dure.torchcompat import has_modes_of_thread, watched_parametrizations
+from dure.torchcompat import functional_calls_in_turn, has_modes_of_thread, watched_parametrizations
 
 
 class BroadcastParameters(torch.autograd.Function):
@@ -71,8 +71,9 @@ class DeviceThreads:
         if self._pool is None or in_order or len(pairs) == 1 or has_modes_of_thread():
             return [_on_device(device, call) for device, call in pairs]
         modes = _Modes({device.type for device in self._devices})
-        futures = [self._pool.submit(modes.run, functools.partial(_on_device, *pair)) for pair in pairs]
-        errors = [error for error in (future.exception() for future in futures) if error is not None]
+        with functional_calls_in_turn():
+            futures = [self._pool.submit(modes.run, functools.partial(_on_device, *pair)) for pair in pairs]
+            errors = [error for error in (future.exception() for future in futures) if error is not None]
         if errors:
             raise errors[0]
         return [future.result() for future in futures]

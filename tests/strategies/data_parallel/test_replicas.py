@@ -2,9 +2,11 @@
 
 import contextvars
 import threading
+import time
 
 import pytest
 import torch
+from torch import nn
 from torch.nn import functional
 
 from dure.strategies.device_threads import BroadcastParameters, DeviceThreads
@@ -74,6 +76,25 @@ def test_threads_run_at_the_same_time():
     threads = DeviceThreads([CPU] * 2, in_order=False)
     assert sorted(threads.run([meeting.wait, meeting.wait])) == [0, 1]
     threads.close()
+
+
+def test_threads_compute_functional_calls_on_one_module_with_their_own_weights():
+    class Slow(nn.Linear):
+        def forward(self, x):
+            time.sleep(0.02)
+            return super().forward(x)
+
+    module = Slow(1, 1, bias=False)
+    before = module.weight
+    threads = DeviceThreads([CPU] * 2, in_order=False)
+
+    def call(factor):
+        return torch.func.functional_call(module, {"weight": torch.tensor([[factor]])}, torch.ones(1, 1)).item()
+
+    answers = threads.run([lambda: call(2.0), lambda: call(3.0)])
+    threads.close()
+    assert answers == [2.0, 3.0]
+    assert module.weight is before
 
 
 def test_threads_raise_the_first_devices_error_when_all_have_ended():

@@ -140,6 +140,23 @@ class PenaltyNowAndThen(ZooTask):
         return super().loss(model, batch) + (0.1 * penalty if self.calls % 4 == 3 else 0.0)
 
 
+class WeighedByHistory(ZooTask):
+    """Weighs its losses by their means over a few steps, which it lists."""
+
+    def build_model(self) -> nn.Module:
+        self.calls, self.total, self.means = 0, 0.0, [1.0]
+        return chain()
+
+    def loss(self, model: nn.Module, batch: Any) -> Any:
+        loss = super().loss(model, batch) * self.means[-1]
+        if model.training:
+            self.calls, self.total = self.calls + 1, self.total + loss.item()
+            if self.calls % 4 == 0:
+                self.means.append(self.total / 4)
+                self.total = 0.0
+        return loss
+
+
 class NestedBatch(ZooTask):
     """Has rows of several lengths in one nested tensor."""
 
@@ -158,7 +175,7 @@ class NestedBatch(ZooTask):
 TASKS = (NoiseInEvaluation, SoftmaxOverDocuments, KeepsWorldSize, FollowingTeacher, FlagOfSchedule, OldNorms)
 CASES = [(task, name) for task in TASKS for name in ("ddp", "fsdp", "pipeline")]
 CASES += [(WholeBatchLoss, "dp"), (WholeBatchLoss, "tensor_parallel")]
-CASES += [(PenaltyNowAndThen, "dp"), (PenaltyNowAndThen, "ddp"), (NestedBatch, "ddp")]
+CASES += [(PenaltyNowAndThen, "dp"), (PenaltyNowAndThen, "ddp"), (NestedBatch, "ddp"), (WeighedByHistory, "dp")]
 CASES += [(FrozenNorm, name) for name in ("ddp", "dp", "fsdp", "pipeline", "parameter_server")]
 CASES.remove((OldNorms, "fsdp"))  # refused
 CASES.remove((FlagOfSchedule, "pipeline"))  # refused, as the next one

@@ -358,7 +358,8 @@ class Trainer:
         set_elsewhere = (*self._follows_weights, *self._set_by_schedule, *self._set_by_step, *set_by_evaluation)
         drawn = self.session.kept.generators if strategy.draws else ()  # changed by draws, which are declared
         known = (*traits.learned_state, *traits.counted_state, *set_elsewhere, *drawn)
-        return self.session.kept.changed_since(known)
+        paths = self.session.kept.changed_since(known)
+        return [path for path in paths if path.startswith("model.")] if strategy.is_loss_whole else paths
 
     def _note_between_evaluations(self) -> None:
         if self._evaluated is not None:

@@ -300,16 +300,14 @@ class Strategy(ABC):
             isinstance(m, torchcompat.BatchNorm) for m in self.model.modules()
         )
         has_step_hooks = bool(torchcompat.step_hooks(self.optimizer))
-        num_parts, num_calls = (len(of(self.spec.global_batch_size)) for of in (self.parts.of, self.parts.of_loss))
-        is_loss_whole = num_calls == 1 < num_parts
-        draws = self._model_draws if is_loss_whole else self.draws
+        draws = self._model_draws if self.is_loss_whole else self.draws
         found = Findings(draws=draws, has_batchnorm=has_batchnorm, has_step_hooks=has_step_hooks)
         declared = self.declared_by_row(found)
         division = BatchDivision(
-            num_parts=num_parts,
+            num_parts=len(self.parts.of(self.spec.global_batch_size)),
             calls_per_step=self.parts.calls_per_step(),
             is_one_share=self.share.count == 1,
-            is_loss_whole=is_loss_whole,
+            is_loss_whole=self.is_loss_whole,
             is_one_device=self.share.count * len(self.devices) == 1,
         )
         return [
@@ -318,6 +316,12 @@ class Strategy(ABC):
             *declared,
             *by_division(division, self.traits, found, declared),
         ]
+
+    @property
+    def is_loss_whole(self) -> bool:
+        """True if the loss sees whole batches, and only the model's own calls are divided."""
+        num_parts, num_calls = (len(of(self.spec.global_batch_size)) for of in (self.parts.of, self.parts.of_loss))
+        return num_calls == 1 < num_parts
 
     @property
     def draws(self) -> bool:

@@ -157,6 +157,16 @@ class WeighedByHistory(ZooTask):
         return loss
 
 
+class CentredGradients(ZooTask):
+    """Has hooks that take the mean out of each row of a weight's gradient."""
+
+    def build_model(self) -> nn.Module:
+        model = chain()
+        for weight in [parameter for parameter in model.parameters() if parameter.dim() == 2]:
+            weight.register_hook(lambda gradient: gradient - gradient.mean(1, keepdim=True))
+        return model
+
+
 class NestedBatch(ZooTask):
     """Has rows of several lengths in one nested tensor."""
 
@@ -176,6 +186,7 @@ TASKS = (NoiseInEvaluation, SoftmaxOverDocuments, KeepsWorldSize, FollowingTeach
 CASES = [(task, name) for task in TASKS for name in ("ddp", "fsdp", "pipeline")]
 CASES += [(WholeBatchLoss, "dp"), (WholeBatchLoss, "tensor_parallel")]
 CASES += [(PenaltyNowAndThen, "dp"), (PenaltyNowAndThen, "ddp"), (NestedBatch, "ddp"), (WeighedByHistory, "dp")]
+CASES += [(CentredGradients, "dp")]
 CASES += [(FrozenNorm, name) for name in ("ddp", "dp", "fsdp", "pipeline", "parameter_server")]
 CASES.remove((OldNorms, "fsdp"))  # refused
 CASES.remove((FlagOfSchedule, "pipeline"))  # refused, as the next one

@@ -32,6 +32,8 @@ class BatchDivision:
     """True if the loss sees whole batches, and only the model's own calls are divided."""
     is_one_device: bool
     """True if the batch is divided neither over ranks nor over devices."""
+    hooked: Sequence[str]
+    """Parameters and modules with hooks that get the gradients of parts."""
 
 
 def by_strategy(info: StrategyInfo, spec: RunSpec, found: Findings) -> list[str]:
@@ -130,9 +132,9 @@ def by_division(division: BatchDivision, traits: LossTraits, found: Findings, de
         )
     if paths := (*traits.learned_state, *traits.counted_state * several_calls):
         texts.append(f"state that the loss keeps ({few(paths)}): {owner}")
-    if traits.hooked_parameters:
+    if division.hooked:
         texts.append(
-            f"hooks on gradients ({few(traits.hooked_parameters)}): they see {owner} gradient before all are "
+            f"hooks on gradients ({few(division.hooked)}): they see {owner} gradient before all are "
             "added up, which is the same for linear ones alone"
         )
     return texts

@@ -309,6 +309,7 @@ class Strategy(ABC):
             is_one_share=self.share.count == 1,
             is_loss_whole=self.is_loss_whole,
             is_one_device=self.share.count * len(self.devices) == 1,
+            hooked=self._hooked_in_parts(),
         )
         return [
             *by_data(self.traits),
@@ -316,6 +317,11 @@ class Strategy(ABC):
             *declared,
             *by_division(division, self.traits, found, declared),
         ]
+
+    def _hooked_in_parts(self) -> list[str]:
+        """Return parameters and modules whose hooks get gradients of parts; those of parameters get a whole loss's."""
+        whole = {name for name, _ in self.model.named_parameters()} if self.is_loss_whole else ()
+        return [name for name in self.traits.hooked_parameters if name not in whole]
 
     @property
     def is_loss_whole(self) -> bool:

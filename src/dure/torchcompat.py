@@ -1069,6 +1069,34 @@ def watched_parametrizations(cached: Callable[[], Any]) -> Iterator[None]:
 
 
 @contextmanager
+def entered_autocasts(*, are_off: bool = False) -> Iterator[list[torch.autocast]]:
+    """Record the autocasts that are entered and that change dtypes (private in torch).
+
+    Args:
+        are_off: Whether they change nothing, so that everything is computed in its own dtype.
+    """
+    found: list[torch.autocast] = []
+    kind: Any = torch.autocast
+    original = kind.__enter__
+
+    def enter(autocast: Any) -> Any:
+        if not autocast._enabled:
+            return original(autocast)
+        found.append(autocast)
+        autocast._enabled = not are_off
+        try:
+            return original(autocast)
+        finally:
+            autocast._enabled = True
+
+    kind.__enter__ = enter
+    try:
+        yield found
+    finally:
+        kind.__enter__ = original
+
+
+@contextmanager
 def functional_calls_in_turn() -> Iterator[None]:
     """Let one thread at a time compute a `torch.func.functional_call` (private in torch).
 

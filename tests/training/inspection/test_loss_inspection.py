@@ -17,6 +17,7 @@ from dure.training.inspection.additivity import Additivity
 from dure.training.inspection.loss_calls import LossCalls
 from dure.training.inspection.loss_inspection import LossInspection
 
+AUTOCAST_BEGINS = torch.autocast.__enter__
 X = torch.randn(8, 4, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
 
 
@@ -109,6 +110,50 @@ def test_draws_of_layers_are_found_whatever_their_class(layer, draws):
 )
 def test_loss_that_is_no_mean_over_samples_is_found(loss):
     assert "for 8 samples at once" in traits_of(loss).not_additive
+
+
+def halves():
+    return torch.autocast("cpu", dtype=torch.bfloat16)
+
+
+def weighed(model, x):
+    weights = 1 + 0.02 * x[:, 0]
+    return (model(x).float().square().mean(1) * weights).sum() / weights.sum()
+
+
+def in_halves(model, x):
+    with halves():
+        return model(x).float().square().mean()
+
+
+def weighed_in_halves(model, x):
+    with halves():
+        return weighed(model, x)
+
+
+def only_in_halves(model, x):
+    with halves():
+        return functional.linear(x.bfloat16(), model[0].weight).float().square().mean()
+
+
+@pytest.mark.parametrize(
+    ("loss", "is_exact", "is_mean"),
+    [
+        (in_halves, True, True),
+        (weighed_in_halves, True, False),
+        (only_in_halves, True, True),
+        (weighed, False, False),
+        (only_in_halves, False, True),
+    ],
+)
+def test_parts_are_compared_in_full_precision_if_the_loss_accepts_it(loss, is_exact, is_mean):
+    torch.manual_seed(0)
+    model, x = nn.Sequential(nn.Linear(4, 16), nn.Tanh(), nn.Linear(16, 2)), X.float()
+    calls = LossCalls(loss, model, lambda places: x[list(places)], {}, nullcontext if is_exact else halves)
+    traits = LossInspection(Additivity(calls, is_exact=is_exact)).traits(len(x))
+    assert (traits.not_additive is None) is is_mean
+    assert traits.autocasts
+    assert torch.autocast.__enter__ is AUTOCAST_BEGINS
 
 
 @pytest.mark.parametrize(

@@ -4,12 +4,14 @@ import copy
 import math
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from typing import TypeVar
 
 import torch
 from torch import nn
 
 from dure.records.sums import exact_sum
+from dure.torchcompat import entered_autocasts
 from dure.training.inspection.constant_draws import ConstantDraws, TooManyDraws
 from dure.training.inspection.loss_calls import NUM_SAMPLES, LossCalls, Tried, Value, silent
 from dure.training.inspection.model_outputs import OutputsAsLoss
@@ -30,6 +32,8 @@ _OTHER_TOLERANCE = 5e-2
 _ROUNDED = 1e3
 """Size below which a gradient counts as rounding, in units of the eps of its dtype times the largest gradient norm."""
 
+Compared = TypeVar("Compared")
+
 
 @dataclass
 class Additivity:
@@ -37,7 +41,7 @@ class Additivity:
 
     calls: LossCalls
     is_exact: bool = field(kw_only=True)
-    """True if forward passes are in full precision."""
+    """True if forward passes are in full precision; those that are not are compared in it if the loss accepts that."""
     is_divided: bool = field(default=True, kw_only=True)
     """True if the loss will see batches in parts; only then are many samples compared."""
     most_at_once: int = field(default=WIDE_GROUP, kw_only=True)
@@ -53,6 +57,19 @@ class Additivity:
         Args:
             places: Samples of the whole.
         """
+        return self._in_full_precision(lambda exact: exact._difference_of(places))
+
+    def _in_full_precision(self, compare: Callable[["Additivity"], Compared]) -> Compared:
+        """Compare without autocast, whose rounding hides differences; with it if the loss fails without."""
+        with entered_autocasts(are_off=True) as autocasts:
+            try:
+                return compare(replace(self, is_exact=True))
+            except Exception:
+                if not autocasts:
+                    raise
+        return compare(replace(self, is_exact=False))
+
+    def _difference_of(self, places: range) -> str | None:
         whole, *parts = (self.calls.tried(part, as_in_training=False) for part in (places, *_parts_of(places)))
         if any(one.trial.has_drawn for one in (whole, *parts)) or self.has_random_batches():
             return self._difference_of_constants(places)
@@ -117,27 +134,30 @@ class Additivity:
         size = min(WIDE_GROUP, max(2, self.most_at_once), affordable)  # one sample has no parts
         if not self.is_divided or size < 2 or self.has_random_batches():
             return None, begin
-        at, doubtful = begin, range(0)
         try:
-            with silent(), self.calls.trial_of_values():
-                self.calls.set_modes(as_in_training=False)
-                while at < end - 1 and not doubtful:
-                    most_seconds = _WIDE_SECONDS if at < begin + WIDE_SAMPLES else _LATE_SECONDS
-                    if time.monotonic() - started > most_seconds:
-                        break
-                    places = range(at, min(at + size, end))
-                    at = places.stop
-                    whole, *parts = [self.calls.value(part) for part in (places, *_parts_of(places))]
-                    if self._difference(whole, parts):
-                        if self.is_other(whole, self.calls.value(places)):
-                            break  # it draws, or depends on its own state, both of which are detected elsewhere
-                        doubtful = places
-            if doubtful:
-                # again, each call from the same state: a counter of calls may have reached another phase in between
-                whole, *parts = map(self.calls.value_apart, (doubtful, *_parts_of(doubtful)))
-                return self._difference(whole, parts), at
+            return self._in_full_precision(lambda exact: exact._difference_of_many(range(begin, end), size, started))
         except Exception:
-            return None, at  # training will raise it, or there is not enough memory
+            return None, min(begin + size, end)  # training will raise it, or there is not enough memory
+
+    def _difference_of_many(self, available: range, size: int, started: float) -> tuple[str | None, int]:
+        at, doubtful = available.start, range(0)
+        with silent(), self.calls.trial_of_values():
+            self.calls.set_modes(as_in_training=False)
+            while at < available.stop - 1 and not doubtful:
+                most_seconds = _WIDE_SECONDS if at < available.start + WIDE_SAMPLES else _LATE_SECONDS
+                if time.monotonic() - started > most_seconds:
+                    break
+                places = range(at, min(at + size, available.stop))
+                at = places.stop
+                whole, *parts = [self.calls.value(part) for part in (places, *_parts_of(places))]
+                if self._difference(whole, parts):
+                    if self.is_other(whole, self.calls.value(places)):
+                        break  # it draws, or depends on its own state, both of which are detected elsewhere
+                    doubtful = places
+        if doubtful:
+            # again, each call from the same state: a counter of calls may have reached another phase in between
+            whole, *parts = map(self.calls.value_apart, (doubtful, *_parts_of(doubtful)))
+            return self._difference(whole, parts), at
         return None, at
 
     def late_difference(self, begin: int, num_samples: int) -> tuple[str | None, int]:
@@ -164,18 +184,21 @@ class Additivity:
         if not self.is_divided or len(places) < 2 or self.has_random_batches():
             return None
         try:
-            whole, left = self.calls.differentiated(places)
-            largest = max((float(gradient.norm()) for gradient in left.values()), default=0.0)
-            scales = {name: float(gradient.norm()) for name, gradient in left.items()}
-            values = []
-            for part in _parts_of(places):
-                value, gradients = self.calls.differentiated(part)
-                values.append(value)
-                for name in left.keys() & gradients.keys():
-                    scales[name] += float(gradients[name].norm())
-                    left[name] -= gradients.pop(name)
+            return self._in_full_precision(lambda exact: exact._late_gradients_of(places))
         except Exception:
             return None  # it draws, training will raise it, or there is not enough memory
+
+    def _late_gradients_of(self, places: range) -> str | None:
+        whole, left = self.calls.differentiated(places)
+        largest = max((float(gradient.norm()) for gradient in left.values()), default=0.0)
+        scales = {name: float(gradient.norm()) for name, gradient in left.items()}
+        values = []
+        for part in _parts_of(places):
+            value, gradients = self.calls.differentiated(part)
+            values.append(value)
+            for name in left.keys() & gradients.keys():
+                scales[name] += float(gradients[name].norm())
+                left[name] -= gradients.pop(name)
         if figures := self._difference(whole, values):
             return figures
         tolerance = 10 * self.tolerance(whole.dtype)

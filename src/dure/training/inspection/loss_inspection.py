@@ -22,6 +22,7 @@ from dure.strategies.state.hooks import gradient_hooks
 from dure.strategies.state.objects.object_state import ObjectState
 from dure.strategies.state.shared_storage import recomputed_weights
 from dure.strategies.state.trial import Trial, is_equal, sharing_state
+from dure.torchcompat import entered_autocasts
 from dure.training.inspection.additivity import WIDE_SAMPLES, Additivity
 from dure.training.inspection.call_watches import ChangesOutsideForward, FedState
 from dure.training.inspection.collectives import CollectiveCalled, no_collectives
@@ -92,7 +93,8 @@ class LossInspection:
         if opaque := self._opaque():
             return LossTraits(reason_unknown=f"{opaque[0]} is an iterator, whose position could not be put back")
         try:
-            first = self._first(range(half))
+            with entered_autocasts() as autocasts:
+                first = self._first(range(half))
         except Exception as error:
             why = f"the loss failed with {type(error).__name__} when it was tried"
             return LossTraits(reason_unknown=why, has_failed=True)
@@ -142,6 +144,7 @@ class LossInspection:
             reason_unknown=unknown if is_slow and self.is_divided else None,
             draws=first.trial.has_drawn or later.draws,
             model_draws=first.forward.has_drawn or (later.draws and not first.trial.has_drawn),
+            autocasts=bool(autocasts),
             not_additive=not_additive,
             model_not_additive=not_additive is not None
             and not self._additivity.is_model_additive(num_samples, len(tried)),

@@ -9,7 +9,7 @@ from torch.optim import SGD, Adam, Optimizer
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import dure
-from tests.conformance.zoo.feature import HIDDEN, IN, OUT, Samples, ZooTask, data, feature
+from tests.conformance.zoo.feature import HIDDEN, IN, OUT, Samples, ZooTask, chain, data, feature
 
 
 class Wrapper(Optimizer):
@@ -195,3 +195,45 @@ class CompiledFunction(ZooTask):
 class CompiledModel(ZooTask):
     def build_model(self) -> nn.Module:
         return torch.compile(super().build_model(), backend="eager")
+
+
+class Observer(nn.Module):
+    """Limits its inputs by the highest that it has seen of each feature, as observers of quantisation know them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("highest", torch.tensor([], dtype=torch.float64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.training:
+            seen = x.detach().abs().amax(0)
+            is_first = self.highest.numel() == 0
+            self.highest.resize_(seen.shape).copy_(seen if is_first else torch.maximum(self.highest, seen))
+        return torch.minimum(x, 0.8 * self.highest) if self.highest.numel() else x
+
+
+@feature("State", "a buffer that forward resizes in place (observers of quantisation)", declares=("buffers learned",))
+class ResizedBuffer(ZooTask):
+    def build_model(self) -> nn.Module:
+        first, *others = chain()
+        return nn.Sequential(first, Observer(), *others)
+
+
+@feature("State", "losses of the samples that the task keeps on the host", declares=("state that the loss keeps",))
+class TableOnHost(ZooTask):
+    def train_data(self) -> Any:
+        x, y = data()
+        self.losses = torch.ones(len(x), dtype=torch.float64)
+        return Samples(x, y, torch.arange(len(x)))
+
+    def eval_data(self) -> Any:
+        return None
+
+    def loss(self, model: nn.Module, batch: Any) -> Any:
+        x, y, places = batch
+        losses = functional.mse_loss(model(x), y, reduction="none").mean(1)
+        places = places.cpu()
+        before = self.losses[places].to(x.device)
+        if model.training:
+            self.losses[places] = 0.5 * self.losses[places] + 0.5 * losses.detach().cpu()
+        return (losses * before).mean()

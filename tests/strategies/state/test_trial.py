@@ -241,6 +241,24 @@ def test_buffers_that_were_written_to_replaced_set_or_registered_are_named_and_p
         assert torch.equal(buffer, before[name][1])
 
 
+@pytest.mark.parametrize("shape", [(0,), (), (1, 3)])
+def test_trial_when_code_resizes_a_buffer_or_a_tensor_of_the_task_then_both_are_as_before(shape):
+    model = nn.Sequential(nn.Linear(2, 2))
+    model.register_buffer("highest", torch.full(shape, 2.0))
+    task = types.SimpleNamespace(highest=torch.full(shape, 2.0))
+    kept = KeptBuffers(model)
+    with Trial(model, {"task": task}) as trial:
+        for tensor in (model.highest, task.highest):
+            tensor.resize_(4, 2).fill_(1)
+        model(torch.ones(1, 2)).sum().backward()
+    assert trial.buffers["highest"].shape == (4, 2)
+    assert list(trial.state) == ["task.highest"]
+    assert [parameter.grad for parameter in model.parameters()] == [None, None]
+    model.highest.resize_(5)
+    kept.put_back()
+    assert all(torch.equal(tensor, torch.full(shape, 2.0)) for tensor in (model.highest, task.highest))
+
+
 def test_buffers_that_are_not_selected_stay_as_they_are():
     model = with_buffers()
     kept = KeptBuffers(model, lambda name: name == "count")

@@ -17,6 +17,7 @@ from torch.overrides import TorchFunctionMode
 
 from dure.strategies.sections.costs import BlockCost
 from dure.strategies.sections.cuts import Barrier, Chain, find_blocks, tied
+from dure.strategies.state.objects.tensor_places import restore_values
 from dure.torchcompat import module_call, replace_module_call, without_compilation
 
 _READS = frozenset(
@@ -95,7 +96,7 @@ def kept_buffers(model: nn.Module, is_kept: Callable[[str], bool] = lambda name:
     finally:
         with torch.no_grad():
             for buffer, value in before.values():
-                buffer.copy_(value)
+                restore_values(buffer, value)
 
 
 def survey(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Survey:

@@ -17,6 +17,7 @@ from dure.strategies.state.hooks import gradient_hooks
 from dure.strategies.state.kept_modules import KeptModules
 from dure.strategies.state.objects.object_state import ObjectState
 from dure.strategies.state.objects.surroundings import Surroundings
+from dure.strategies.state.objects.tensor_places import restore_values
 from dure.strategies.state.shared_storage import overlap
 from dure.torchcompat import give_data
 
@@ -161,7 +162,7 @@ class Trial:
         self._data_sets.put_back()
         for buffer, before in self._buffers.values():
             if not is_equal(buffer, before):
-                buffer.copy_(before)
+                restore_values(buffer, before)
         for (name, parameter, data, requires_grad, grad), values in zip(self._parameters, self._gradients, strict=True):
             give_data(parameter, data)
             if name in self._writes.before:
@@ -174,7 +175,7 @@ class Trial:
         for path, before in restored.items():
             # those not written to may be in read-only memory, or would count as changed by a write
             if not is_equal(self._large[path], before):
-                self._large[path].copy_(before)
+                restore_values(self._large[path], before)
         self.left = [path for path in self._plain.put_back(keeps_derived=self._keeps_caches) if path not in restored]
         self.left += self._surroundings.put_back()  # after the state, which may include open files
 
@@ -255,7 +256,7 @@ class KeptBuffers:
             for buffer, value in self._values.values():
                 # writing to a buffer that a graph has saved would be an error in backward
                 if not is_equal(buffer, value):
-                    buffer.copy_(value)
+                    restore_values(buffer, value)
 
 
 class Writes(torchcompat.EagerDispatchMode):

@@ -65,8 +65,7 @@ def tensor_place(path: str, tensor: Tensor, *, is_most_often_constant: bool = Fa
 
     def put_back() -> None:
         if values is not None:
-            at = tuple(slice(0, 1) if step == 0 else slice(None) for step in tensor.stride())
-            tensor.detach()[at].copy_(values[at])  # expanded tensors have several elements in one memory location
+            restore_values(tensor, values)
         if tensor.is_leaf:
             tensor.requires_grad_(flag)
             tensor.grad = None if grad is None or grad_values is None else grad.copy_(grad_values)
@@ -75,6 +74,15 @@ def tensor_place(path: str, tensor: Tensor, *, is_most_often_constant: bool = Fa
         return comparable(tensor), tensor.requires_grad, comparable(_grad(tensor))
 
     return Place(path, has_changed, put_back, value, is_put_back=is_small)
+
+
+def restore_values(tensor: Tensor, values: Tensor) -> None:
+    """Write values to a tensor again; one that was resized, or got another dtype, gets memory like before."""
+    if tensor.shape != values.shape or tensor.dtype != values.dtype:
+        tensor.data = values.clone()
+        return
+    at = tuple(slice(0, 1) if step == 0 else slice(None) for step in tensor.stride())
+    tensor.detach()[at].copy_(values[at])  # expanded tensors have several elements in one memory location
 
 
 def _grad(tensor: Tensor) -> Tensor | None:

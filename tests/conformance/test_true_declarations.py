@@ -167,6 +167,25 @@ class CentredGradients(ZooTask):
         return model
 
 
+class PaddedByCollate(ZooTask):
+    """Pads sequences to the longest of a batch, which its convolution and its mean see."""
+
+    def train_data(self) -> Any:
+        generator = torch.Generator().manual_seed(0)
+        return [(torch.randn(2 + n % 5, 6, generator=generator).double(), torch.ones(3).double()) for n in range(22)]
+
+    def eval_data(self) -> Any:
+        return None
+
+    def collate(self, samples: Any) -> Any:
+        rows, targets = zip(*samples, strict=True)
+        return nn.utils.rnn.pad_sequence(rows, batch_first=True), torch.stack(targets)
+
+    def loss(self, model: nn.Module, batch: Any) -> Any:
+        x, y = batch
+        return functional.mse_loss(model(x).mean(1), y)
+
+
 class NestedBatch(ZooTask):
     """Has rows of several lengths in one nested tensor."""
 
@@ -186,7 +205,7 @@ TASKS = (NoiseInEvaluation, SoftmaxOverDocuments, KeepsWorldSize, FollowingTeach
 CASES = [(task, name) for task in TASKS for name in ("ddp", "fsdp", "pipeline")]
 CASES += [(WholeBatchLoss, "dp"), (WholeBatchLoss, "tensor_parallel")]
 CASES += [(PenaltyNowAndThen, "dp"), (PenaltyNowAndThen, "ddp"), (NestedBatch, "ddp"), (WeighedByHistory, "dp")]
-CASES += [(CentredGradients, "dp")]
+CASES += [(CentredGradients, "dp"), (PaddedByCollate, "dp")]
 CASES += [(FrozenNorm, name) for name in ("ddp", "dp", "fsdp", "pipeline", "parameter_server")]
 CASES.remove((OldNorms, "fsdp"))  # refused
 CASES.remove((FlagOfSchedule, "pipeline"))  # refused, as the next one

@@ -1,16 +1,19 @@
 """Comparison of a loss for a group of samples with its parts: whether they add up, in value and in gradients."""
 
 import copy
+import functools
 import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
 
+from dure.errors import TaskInvalid
 from dure.records.sums import exact_sum
+from dure.strategies.contract.batches import split_batch
 from dure.torchcompat import entered_autocasts
 from dure.training.inspection.constant_draws import ConstantDraws, TooManyDraws
 from dure.training.inspection.loss_calls import NUM_SAMPLES, LossCalls, Tried, Value, silent
@@ -109,11 +112,15 @@ class Additivity:
         outputs = copy.copy(self)
         outputs.calls = copy.copy(self.calls)
         outputs.calls.loss = OutputsAsLoss(self.calls.loss)
-        ends = range(size), range(num_samples - size, num_samples)
-        try:
-            return all(outputs.difference_of(places) is None for places in ends)
-        except Exception:
-            return False
+        for whole in (range(size), range(num_samples - size, num_samples)):
+            # a model's call is divided by rows, so that padding to the longest sample is that of the whole batch
+            outputs.calls.fetch = functools.partial(_rows_of, self.calls.fetch, whole)
+            try:
+                if outputs.difference_of(whole) is not None:
+                    return False
+            except Exception:
+                return False
+        return True
 
     def difference_of_many(
         self, begin: int, end: int, seconds_each: float, started: float | None = None
@@ -253,6 +260,22 @@ def _parts_of(places: range) -> list[range]:
     ends = [places.start + max(1, round(len(places) * share)) for share in _PART_ENDS]
     starts = [places.start, *ends[:-1]]
     return [range(start, end) for start, end in zip(starts, ends, strict=True) if start < end]
+
+
+def _rows_of(fetch: Callable[[Sequence[int]], Any], whole: range, places: range) -> Any:
+    """Return a part of a batch by its rows, or made of its samples if the batch cannot be divided.
+
+    Args:
+        fetch: Function that returns a batch of samples.
+        whole: Samples of the batch.
+        places: Samples of the part.
+    """
+    before, after = places.start - whole.start, whole.stop - places.stop
+    try:
+        parts = split_batch(fetch(whole), [count for count in (before, len(places), after) if count])
+    except TaskInvalid:
+        return fetch(places)
+    return parts[1 if before else 0]
 
 
 def _figures_of_gradient(

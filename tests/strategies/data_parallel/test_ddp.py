@@ -83,3 +83,46 @@ def test_sparse_gradients_are_refused_by_compression(strategy: str, name: str, t
     with pytest.raises(WorkerFailed, match=r"tables\.row gives sparse gradients .* cannot be compressed") as caught:
         train_case(tmp_path, Recommender(), strategy, 2, compression=name, **STEPS)
     assert caught.value.exit_code == 2
+
+
+class Looked(nn.Module):
+    """A table that is looked up by a function, and by a layer with `sparse=True`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Parameter(torch.ones(12, 3).double())
+        self.layer = nn.Embedding(12, 3, sparse=True).double()
+
+    def forward(self, places: Tensor) -> Tensor:
+        by_function = functional.embedding(places, self.table, sparse=True)
+        return (by_function * self.layer(places)).sum((1, 2))
+
+
+class SparseByFunction(Recommender):
+    def build_model(self) -> nn.Module:
+        return Looked()
+
+
+class PenalisedTable(Recommender):
+    def loss(self, model: nn.Module, batch: Any) -> Any:
+        return super().loss(model, batch) + 0.1 * sum(weight.square().sum() for weight in model.parameters())
+
+
+@pytest.mark.parametrize(
+    ("task", "strategy", "said"),
+    [
+        (SparseByFunction, "ddp", "table gets sparse gradients, and from no layer"),
+        (PenalisedTable, "ddp", r"tables\.row\.weight, .* is of a layer with sparse gradients .* dense ones"),
+        (
+            PenalisedTable,
+            "zero1",
+            r"tables\.row\.weight, .* is of a layer with sparse gradients .* dense ones",
+        ),
+    ],
+)
+def test_sparse_gradients_that_only_the_loss_shows_are_refused(
+    task: type[Recommender], strategy: str, said: str, tmp_path: Path
+) -> None:
+    with pytest.raises(WorkerFailed, match=said) as caught:
+        train_case(tmp_path, task(), strategy, 2, **STEPS)
+    assert caught.value.exit_code == 2

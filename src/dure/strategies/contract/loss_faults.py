@@ -1,6 +1,6 @@
 """Reasons why a strategy cannot train with a task's loss, model or optimiser."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 from torch import nn
@@ -50,6 +50,8 @@ def faults_of_loss(
             f"{few(sparse)} is a sparse buffer, which ranks cannot send each other: make it dense, or keep indices "
             "and values in buffers and make it of these in forward"
         )
+    if num_ranks > 1:
+        faults += _faults_of_sparse_gradients(traits, model, rules, strategy)
     if rules.divides_state and num_ranks > 1 and (sharing := sharing_memory(model, objects)):
         faults.append(
             f"{few(sharing)} share memory without being one parameter, which {strategy} would divide as if each had "
@@ -69,6 +71,25 @@ def faults_of_loss(
             "keep them as buffers, set them from a few samples in build_model, or use --strategy single"
         )
     return faults
+
+
+def _faults_of_sparse_gradients(
+    traits: LossTraits, model: nn.Module, rules: WeightRules, strategy: str
+) -> Iterator[str]:
+    if rules.sparse_gradients == "any":
+        return
+    layers = [name for name, module in model.named_modules() if getattr(module, "sparse", False) is True]
+    others = [name for name in traits.sparse_gradients if name.rpartition(".")[0] not in layers]
+    if others:
+        yield (
+            f"{few(others)} gets sparse gradients, and from no layer with sparse=True, for which {strategy} has no "
+            "place: leave out sparse=True, or use naive_ddp"
+        )
+    if rules.sparse_gradients == "of layers" and (dense := traits.dense_gradients):
+        yield (
+            f"{few(dense)} is of a layer with sparse gradients (sparse=True), and gets dense ones too, which "
+            f"{strategy} cannot reduce: set sparse=False, or use naive_ddp"
+        )
 
 
 def refuse_unlike_optimizers(group: Group, model: nn.Module, optimizer: Optimizer, *, orders_parameters: bool) -> None:

@@ -81,6 +81,10 @@ class LossTraits:
     """
     model_fails_alone: bool = False
     """True if the model itself raises that exception."""
+    sparse_gradients: tuple[str, ...] = ()
+    """Parameters that get sparse gradients."""
+    dense_gradients: tuple[str, ...] = ()
+    """Parameters of layers with `sparse=True` that get dense gradients nevertheless, from other uses of them."""
     nonlinear_gradients: bool = False
     """True if gradients do not scale with the loss: a hook on the output or a custom backward clips or rounds them."""
     sets_gradients: bool = False

@@ -32,3 +32,5 @@ class WeightRules:
     """True if a rank has only a part of the gradients, or none, when the optimiser steps."""
     divides_state: bool = False
     """True if a rank has only a part of the optimiser's state."""
+    sparse_gradients: Literal["any", "of layers", "none"] = "any"
+    """Sparse gradients that it can add up: any, all of the layers with `sparse=True` and no others, or none."""

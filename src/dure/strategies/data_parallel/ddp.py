@@ -71,7 +71,7 @@ class DDP(Strategy):
 
     options: DDPOptions
 
-    rules = WeightRules(changes_in_step_only=True)
+    rules = WeightRules(changes_in_step_only=True, sparse_gradients="of layers")
 
     def check_traits(self, model: nn.Module) -> list[str]:
         """Refuse sparse gradients that are compressed, or added to dense ones, which torch's DDP does not expect."""

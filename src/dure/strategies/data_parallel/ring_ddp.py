@@ -38,7 +38,7 @@ class RingDDP(Strategy):
 
     options: RingDDPOptions
 
-    rules = WeightRules(changes_in_step_only=True)
+    rules = WeightRules(changes_in_step_only=True, sparse_gradients="none")
 
     @classmethod
     def check_model(cls, model: nn.Module, spec: RunSpec) -> list[str]:

@@ -35,6 +35,7 @@ class ZeRO1(DDP):
         orders_parameters=True,
         holds_memory=True,
         divides_state=True,
+        sparse_gradients="of layers",
     )
 
     @classmethod

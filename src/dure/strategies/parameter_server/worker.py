@@ -23,7 +23,13 @@ from dure.units import format_bytes
 class Worker(Strategy):
     """Rank with a device that computes on its share, pushes gradients and pulls parameters."""
 
-    rules = WeightRules(follows_groups=False, undoes_writes=True, divides_gradients=True, divides_state=True)
+    rules = WeightRules(
+        follows_groups=False,
+        undoes_writes=True,
+        divides_gradients=True,
+        divides_state=True,
+        sparse_gradients="none",
+    )
 
     options: ParameterServerOptions
 

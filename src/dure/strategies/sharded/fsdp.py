@@ -72,6 +72,7 @@ class FSDP(ShardedStrategy):
     options: FSDPOptions
 
     rules = WeightRules(
+        sparse_gradients="none",
         changes_in_step_only=True,
         follows_groups=False,
         freezing="refused",

@@ -84,9 +84,12 @@ class LossCalls:
                 forward,
                 has_gradients=gradients is None and bool(found),
                 has_changed_gradients=gradients is not None and not _are_equal(found, gradients),
+                sparse=set(),
             )
             # in training mode too, because hooks and recomputation may draw
             tried.gradients.update(self._gradients(result, len(places), scale))
+            named = self.model.named_parameters()
+            tried.sparse.update(name for name, p in named if p.grad is not None and p.grad.is_sparse)
             return tried
 
     def differentiated(self, places: Sequence[int]) -> "tuple[Value, dict[str, Tensor]]":
@@ -182,6 +185,8 @@ class Tried(NamedTuple):
     """True if parameters without gradients had some when the loss returned."""
     has_changed_gradients: bool
     """True if existing gradients of parameters were different when the loss returned."""
+    sparse: set[str]
+    """Parameters whose gradients are sparse."""
 
     def buffers(self, model: nn.Module) -> dict[str, Tensor]:
         """Return the changed buffers, except those of BatchNorm, which has its own trait."""

@@ -169,6 +169,8 @@ class LossInspection:
             hooked_by_loss=hooked,
             fails_alone=fails_alone,
             model_fails_alone=model_fails_alone,
+            sparse_gradients=tuple(name for name in first.gradients if name in first.sparse),
+            dense_gradients=tuple(self._dense_gradients(first)),
             nonlinear_gradients=self.is_divided and not is_slow and self._is_nonlinear(range(half), first),
             sets_gradients=first.has_gradients,
             module_state=later.module_state,
@@ -264,6 +266,13 @@ class LossInspection:
             gradient=gradient if math.isfinite(gradient) else None,
             tolerance=self._additivity.tolerance(first.value.dtype),
         )
+
+    def _dense_gradients(self, first: Tried) -> Iterator[str]:
+        """Yield the parameters of layers with `sparse=True` whose gradients are dense."""
+        for prefix, module in self.calls.model.named_modules():
+            if getattr(module, "sparse", False) is True:
+                names = [f"{prefix}.{name}" if prefix else name for name, _ in module.named_parameters(recurse=False)]
+                yield from (name for name in names if name in first.gradients and name not in first.sparse)
 
     def _buffers_of_pairs(self, places: range) -> list[dict[str, Tensor]]:
         """Return the changed buffers after a call on each pair of samples, up to the first pair that the loss fails on.

@@ -991,6 +991,17 @@ def replace_module_call(module: torch.nn.Module, call: Callable[..., Any]) -> Ca
     return undo
 
 
+def buffer_option(*, sends_in_forward: bool) -> dict[str, Any]:
+    """Return the argument of DDP for rank 0's buffers, which has another name since torch 2.13."""
+    names = inspect.signature(nn.parallel.DistributedDataParallel).parameters
+    return {"forward_sync_buffers" if "forward_sync_buffers" in names else "broadcast_buffers": sends_in_forward}
+
+
+def as_written(value: Any) -> Any:
+    """Return the function of which `torch.compile` made another, or the value itself (private in torch)."""
+    return vars(value).get("_torchdynamo_orig_callable", value) if isinstance(value, FunctionType) else value
+
+
 def without_overrides() -> AbstractContextManager[Any]:
     """Return a context in which operations treat subclasses of Tensor as plain tensors (private in torch)."""
     return torch._C.DisableTorchFunctionSubclass()
@@ -1033,6 +1044,17 @@ def without_compilation() -> AbstractContextManager[None]:
     Compiled code does not see modes of `__torch_function__`, nor calls of modules that were replaced.
     """
     return _without_compilation
+
+
+def with_compilation(compiled: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a function that runs compiled code as such, even inside of `without_compilation`."""
+
+    @functools.wraps(compiled)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        with torch.compiler.set_stance("default"):
+            return compiled(*args, **kwargs)
+
+    return run
 
 
 class EagerDispatchMode(TorchDispatchMode):

@@ -1,9 +1,11 @@
 """bf16 and fp16 under accumulation do what a loop written by hand does; compiled is as uncompiled."""
 
+import json
 import shutil
 
 import pytest
 import torch
+from torch import nn
 
 from dure.training.seeds import seed_everything
 from dure.training.session.sample_order import SampleOrder
@@ -17,7 +19,7 @@ from tests.conformance.cases import (
     train_case,
     weights_of,
 )
-from tests.conformance.tasks import Regression
+from tests.conformance.tasks import WIDTH, Regression
 
 STEPS = {"global_batch_size": 8, "samples": 160, "seed": 6, "clip_norm": 0.3}
 MICROBATCH = 4
@@ -88,12 +90,50 @@ def test_ranks_skip_the_same_steps_when_fp16_overflows(tmp_path):
     assert len(evaluated_digests(digests)) == 1
 
 
+class Block(nn.Module):
+    """Layer that remembers whether it was compiled."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(WIDTH, WIDTH, dtype=torch.float64)
+        self.register_buffer("was_compiled", torch.zeros(()))
+
+    def forward(self, x):
+        if torch.compiler.is_compiling():
+            self.was_compiled.fill_(1)
+        return torch.tanh(self.layer(x))
+
+
+class Blocks(Regression):
+    """Chain of blocks that can be cut between any two."""
+
+    def build_model(self):
+        return nn.Sequential(*(Block() for _ in range(4)))
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 @pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")  # torch's own
 @pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile needs a C++ compiler, and there is no g++")
-def test_compiled_training_equals_uncompiled(tmp_path):
-    settings = {"global_batch_size": 4, "samples": 40}
-    plain = weights_of(train_case(tmp_path, Regression(), **settings))
-    compiled = train_case(tmp_path, Regression(), "ddp", 2, compile=True, **settings)
-    assert largest_difference(weights_of(compiled), plain) < TO_ROUNDING
+@pytest.mark.parametrize(
+    ("strategy", "settings"),
+    [
+        ("ddp", {"compile_mode": "reduce-overhead"}),
+        ("fsdp", {"units": "*", "activation_checkpointing": True}),
+        ("fsdp", {}),
+        ("pipeline", {"schedule": "interleaved", "cuts": "1,2,3"}),
+    ],
+    ids=["ddp", "fsdp-units", "fsdp-whole", "pipeline"],
+)
+def test_compiled_training_equals_uncompiled(tmp_path, strategy, settings):
+    usual = {"global_batch_size": 8, "samples": 40}
+    plain = weights_of(train_case(tmp_path, Blocks(), **usual))
+    run = train_case(tmp_path, Blocks(), strategy, 2, compile=True, **usual, **settings)
+    compiled = weights_of(run)
+    marks = {name: plain.pop(name) + compiled.pop(name) for name in [*plain] if name.endswith("was_compiled")}
+    assert len(marks) == 4
+    assert all(mark == 1 for mark in marks.values())
+    assert largest_difference(compiled, plain) < TO_ROUNDING
+    declared = json.loads((run / "summary.json").read_text())["not_preserved"]
+    assert not any("no checkpoint holds" in text for text in declared)

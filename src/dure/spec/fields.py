@@ -119,7 +119,10 @@ class _Execution(_Group):
         description="accept a run whose record names a task's file outside the current folder; that file is executed",
     )
     deterministic: bool = Field(False, description="a repeated run at the same world size is bit-identical")
-    compile: bool = Field(False, description="torch.compile the model")
+    compile: bool = Field(False, description="torch.compile the model (fsdp: each of its units)")
+    compile_mode: Literal["default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"] | None = Field(
+        None, description="mode of torch.compile: how long it searches for faster code"
+    )
     sync_batchnorm: bool = Field(False, description="BatchNorm statistics over all ranks")
     num_workers: Annotated[int, Everyday] = Field(0, ge=0, le=MOST_PROCESSES, description="loader processes per rank")
 

@@ -47,6 +47,14 @@ RULES = (
         fault=lambda spec: "backend nccl cannot reach device cpu: choose gloo, or another device",
     ),
     Rule(
+        fields=("compile_mode", "compile"),
+        blame="compile_mode",
+        is_broken=lambda spec: spec.compile_mode is not None and not spec.compile,
+        fault=lambda spec: (
+            f"compile_mode is {spec.compile_mode} but nothing is compiled: set compile too, or leave compile_mode out"
+        ),
+    ),
+    Rule(
         fields=("on_divergence", "max_restarts"),
         blame="on_divergence",
         is_broken=lambda spec: spec.on_divergence == "heal" and spec.max_restarts == 0,

@@ -15,6 +15,8 @@ _BATCHNORM = "BatchNorm without --sync-batchnorm: statistics of each {unit}'s ow
 _COMPRESSION = "--{strategy}.compression: the gradient is approximated; see compression_error in the records"
 REPLICAS = ("check_replicas_every", "on_divergence")
 """Settings of strategies with identical replicas on all ranks."""
+COMPILED = ("compile", "compile_mode")
+"""Settings of strategies whose model, or parts of it, `torch.compile` can compile."""
 _HOOKS = "step hooks of the optimiser: each rank's run on its own weights, between averagings too"
 _RANDOM = "random numbers in model and loss (dropout): other draws than on one device (augmentation is the same)"
 _BETWEEN_AVERAGINGS = (
@@ -46,7 +48,7 @@ STRATEGIES = Strategies(
             one_process=True,
             many_devices=False,
             default_for="one",
-            settings=("on_nonfinite", "compile", "sync_batchnorm"),
+            settings=("on_nonfinite", *COMPILED, "sync_batchnorm"),
         ),
         StrategyInfo(
             name="dp",
@@ -101,7 +103,7 @@ STRATEGIES = Strategies(
             settings=(
                 "on_nonfinite",
                 *REPLICAS,
-                "compile",
+                *COMPILED,
                 "sync_batchnorm",
             ),
             right_when="the model fits one device and several should share the work: the first thing to try",
@@ -122,11 +124,9 @@ STRATEGIES = Strategies(
             settings=(
                 "on_nonfinite",
                 *REPLICAS,
-                *(
-                    "compile",
-                    "sync_batchnorm",
-                    "comm",
-                ),
+                *COMPILED,
+                "sync_batchnorm",
+                "comm",
             ),
             right_when="CPU ranks of one host (shared memory beats sockets), or to see and choose how gradients travel",
             one_process=False,
@@ -143,7 +143,7 @@ STRATEGIES = Strategies(
             needs="a model that fits one device; any parameter may be unused",
             sent_bytes="by the algorithm, as ring_ddp, but in as many messages as there are parameters",
             memory="W + G + S + A(microbatch)",
-            settings=("on_nonfinite", *REPLICAS, "compile", "sync_batchnorm", "comm"),
+            settings=("on_nonfinite", *REPLICAS, *COMPILED, "sync_batchnorm", "comm"),
             right_when="to understand data parallelism, or to check another strategy against the simplest one",
             one_process=False,
         ),
@@ -165,7 +165,7 @@ STRATEGIES = Strategies(
             settings=(
                 "on_nonfinite",
                 *REPLICAS,
-                "compile",
+                *COMPILED,
                 "sync_batchnorm",
             ),
             right_when="ddp would fit without the optimiser's state: AdamW's is twice the size of the weights",
@@ -197,7 +197,8 @@ STRATEGIES = Strategies(
             settings=(
                 "on_nonfinite",
                 *REPLICAS,
-                *("sync_batchnorm",),
+                *COMPILED,
+                "sync_batchnorm",
             ),
             mesh_axes=("replica", "shard"),
             right_when="the model, its gradients and its optimiser state do not fit one device, though one layer does",
@@ -251,6 +252,7 @@ STRATEGIES = Strategies(
             settings=(
                 "on_nonfinite",
                 *REPLICAS,
+                *COMPILED,
             ),
             mesh_axes=("data", "pipeline"),
             right_when="the model does not fit one device, and links are too slow to gather its parameters (fsdp)",
@@ -274,7 +276,7 @@ STRATEGIES = Strategies(
             sent_bytes=_SENT_BY_AVERAGING,
             memory="W + G + S + A(microbatch), and W while averaging",
             settings=(
-                "compile",
+                *COMPILED,
                 "comm",
             ),
             right_when="the link is slow or ranks take uneven time, and another trajectory than ddp's is acceptable",
@@ -298,7 +300,7 @@ STRATEGIES = Strategies(
             sent_bytes=_SENT_BY_AVERAGING,
             memory="3 W + G + S + A(microbatch), and W while averaging: the anchor and the outer momentum",
             settings=(
-                "compile",
+                *COMPILED,
                 "comm",
             ),
             right_when="ranks are far apart (hundreds of steps between averagings), and the run is long",

@@ -1,5 +1,6 @@
 """Gradients that torch's DDP reduces."""
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -8,9 +9,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.optim import SGD, Optimizer
+from torch.utils.checkpoint import checkpoint
 
-from dure.errors import WorkerFailed
-from tests.conformance.cases import TO_ROUNDING, largest_difference, train_case, weights_of
+from dure.errors import SpecInvalid, WorkerFailed
+from tests.conformance.cases import TO_ROUNDING, are_same_bits, largest_difference, train_case, weights_of
 from tests.conformance.zoo.feature import STEPS, Samples, ZooTask
 
 
@@ -126,3 +128,110 @@ def test_sparse_gradients_that_only_the_loss_shows_are_refused(
     with pytest.raises(WorkerFailed, match=said) as caught:
         train_case(tmp_path, task(), strategy, 2, **STEPS)
     assert caught.value.exit_code == 2
+
+
+class Branches(nn.Module):
+    """Layers of which one is called twice, in reentrant checkpoints, one never, and one in some steps only."""
+
+    def __init__(self, *, begins_whole: bool | None) -> None:
+        super().__init__()
+        self.twice, self.unused, self.seldom = (nn.Linear(4, 4) for _ in range(3))
+        self.begins_whole = begins_whole
+        self.num_calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.num_calls += self.training
+        for _ in range(2):
+            x = torch.tanh(checkpoint(self.twice, x, use_reentrant=True))
+        is_late = self.num_calls > 4
+        return x if self.begins_whole is None or self.begins_whole == is_late else self.seldom(x)
+
+
+class Branching(ZooTask):
+    begins_whole: bool | None = None
+
+    def build_model(self) -> nn.Module:
+        return Branches(begins_whole=self.begins_whole).double()
+
+    def train_data(self) -> Any:
+        generator = torch.Generator().manual_seed(2)
+        return Samples(torch.randn(22, 4, generator=generator).double().requires_grad_())
+
+    def eval_data(self) -> Any:
+        return None
+
+    def loss(self, model: nn.Module, batch: Any) -> Any:
+        return model(batch[0].requires_grad_()).square().mean()
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "zero1"])
+def test_static_graph_allows_unused_layers_and_reentrant_checkpoints(strategy: str, tmp_path: Path) -> None:
+    one = train_case(tmp_path, Branching(), **STEPS)
+    many = train_case(tmp_path, Branching(), strategy, 2, static_graph=True, **STEPS)
+    assert largest_difference(weights_of(one), weights_of(many)) < TO_ROUNDING
+
+
+@pytest.mark.parametrize(
+    ("begins_whole", "options", "match"),
+    [
+        (None, {}, "more than once in a backward pass"),
+        (True, {"static_graph": True}, "got no gradient from a rank's last microbatch"),
+        (False, {"static_graph": True}, "uses other parameters than the first one"),
+    ],
+    ids=["not static", "loses a layer", "gets a layer"],
+)
+def test_graph_that_is_not_as_it_was_told_is_refused(
+    begins_whole: bool | None, options: dict[str, Any], match: str, tmp_path: Path
+) -> None:
+    with pytest.raises(WorkerFailed, match=match) as caught:
+        train_case(tmp_path, Branching(begins_whole=begins_whole), "ddp", 2, **options, **STEPS)
+    assert caught.value.exit_code == 2
+
+
+def test_static_graph_refuses_a_step_in_microbatches(tmp_path: Path) -> None:
+    with pytest.raises(SpecInvalid, match="static_graph does not go with several microbatches"):
+        train_case(tmp_path, Branching(), "ddp", 2, static_graph=True, microbatch_size=1, **STEPS)
+    with pytest.raises(SpecInvalid, match="static_graph finds the unused parameters in the first step"):
+        train_case(tmp_path, Branching(), "ddp", 2, static_graph=True, find_unused_parameters=True, **STEPS)
+
+
+class Counting(nn.Module):
+    """Layer with a table that every forward sets by its samples, and reads in the next."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 1)
+        self.register_buffer("last", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.layer(x) * (1 + self.last)
+        with torch.no_grad():
+            self.last.copy_(x.mean())
+        return y
+
+
+class LearnedTable(Branching):
+    def build_model(self) -> nn.Module:
+        return Counting().double()
+
+
+def test_buffers_stay_with_their_ranks_unless_they_are_sent(tmp_path: Path) -> None:
+    sent, own = (
+        weights_of(train_case(tmp_path, LearnedTable(), "ddp", 2, broadcast_buffers=value, **STEPS))
+        for value in (True, False)
+    )
+    assert largest_difference(sent, own) > TO_ROUNDING
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "ring_ddp"])
+@pytest.mark.parametrize("compression", ["bf16", "int8"])
+def test_compression_without_its_error_computes_the_same(strategy: str, compression: str, tmp_path: Path) -> None:
+    with_error, without = (
+        train_case(tmp_path, LearnedTable(), strategy, 2, compression=compression, compression_error=value, **STEPS)
+        for value in (True, False)
+    )
+    assert are_same_bits(weights_of(with_error), weights_of(without))
+    measured, others = (
+        {*json.loads((run / "rank0.jsonl").read_text().splitlines()[-1])["measured"]} for run in (with_error, without)
+    )
+    assert measured - others == {"compression_error"}

@@ -124,7 +124,7 @@ class Strategy(ABC):
         self.loss = loss
         self.model = self.place(model)
         if self.spec.compile:
-            self.model.compile()
+            self.compile_model()
         hooks = gradient_hooks(self.model)
         self.optimizer = self.built_optimizer = build_optimizer(self.model)
         self.stepped = self.optimizer
@@ -148,6 +148,10 @@ class Strategy(ABC):
         self.watch = self.watched_parameters()
         is_plain = type(self).computed is Strategy.computed and self.precision.name == "fp32"
         self._is_bare = is_plain and self.watch.is_light and self.state_guard is _AS_IT_IS
+
+    def compile_model(self) -> None:
+        """Let `torch.compile` compile the placed model, which it does at the first call."""
+        self.model.compile(mode=self.spec.compile_mode)
 
     def take_share(self, share: DataShare) -> None:
         """Work on another share of every batch from now on."""

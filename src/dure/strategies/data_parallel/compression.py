@@ -52,6 +52,8 @@ class Compression(ABC):
         self.process_group = process_group
         self.world_size = dist.get_world_size(process_group)
         self.step = StepSums()
+        self.measures_error = True
+        """Whether the error of each step is computed for its record."""
         self.unit: float | None = None
         """Divisor of the losses of the last reduced gradients; None for means, whose divisor is constant."""
 
@@ -67,6 +69,8 @@ class Compression(ABC):
 
     def measured(self, device: torch.device) -> "dict[str, float] | Callable[[], dict[str, float]]":
         """Return the step's savings and error; on an accelerator a function that reads them later."""
+        if not self.measures_error:
+            return {"saved_bytes": float(self.step.saved_bytes)}
         return self.step.measured() if device.type == "cpu" else self.step.measured
 
     def _rescale(self, factor: float) -> None:
@@ -92,7 +96,9 @@ class Compression(ABC):
         self.step.saved_bytes += plain - sent
 
     def note_error(self, wanted: Tensor, error: Tensor) -> None:
-        """Record the vector to be sent, and the part of it that was not sent."""
+        """Record the vector to be sent, and the part of it that was not sent, if errors are measured."""
+        if not self.measures_error:
+            return
         # tensors: reading them here would stall an accelerator in the middle of backward
         self.step.squared_norm = self.step.squared_norm + wanted.square().sum()
         self.step.squared_error = self.step.squared_error + error.square().sum()
@@ -120,7 +126,8 @@ class Cast(Compression):
         """Communication: one all_reduce of N halves, 2 (P-1)/P 2N bytes from each rank."""
         scaled = vector / self.world_size
         sent = scaled.to(self._dtype)
-        self.note_error(scaled, scaled - sent)
+        if self.measures_error:
+            self.note_error(scaled, scaled - sent)
         dist.all_reduce(sent, group=self.process_group)
         vector.copy_(sent)
         return 2 * (self.world_size - 1) * sent.numel() * sent.element_size() // self.world_size

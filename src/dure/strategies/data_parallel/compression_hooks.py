@@ -81,9 +81,11 @@ class TorchCast(HookedCompression):
 
     def start(self, bucket: dist.GradBucket) -> "torch.futures.Future[Tensor]":
         """Record the error of the cast, and call torch's hook."""
-        scaled = bucket.buffer() / self.world_size
-        self.note_error(scaled, scaled - scaled.to(self._dtype))
-        self.note_sent(4 * (self.world_size - 1) * scaled.numel() // self.world_size, scaled)
+        buffer = bucket.buffer()
+        if self.measures_error:
+            scaled = buffer / self.world_size
+            self.note_error(scaled, scaled - scaled.to(self._dtype))
+        self.note_sent(4 * (self.world_size - 1) * buffer.numel() // self.world_size, buffer)
         return self._hook(self.process_group, bucket)  # type: ignore[arg-type]
 
 
@@ -138,8 +140,8 @@ class PowerSGD(HookedCompression):
         state, buffer, index = self._state, bucket.buffer(), bucket.index()
         self._fit(index, buffer)
         num_buffer = buffer.numel()
-        wanted = buffer.detach().clone()
-        if index in state.error_dict:
+        wanted = buffer.detach().clone() if self.measures_error else buffer
+        if self.measures_error and index in state.error_dict:
             wanted += state.error_dict[index]
         is_plain = state.iter < POWERSGD_START
         before = state.total_numel_after_compression
@@ -150,7 +152,8 @@ class PowerSGD(HookedCompression):
         # its callbacks communicate: waiting for them keeps the order of the buckets' calls the same on every rank
         done: torch.futures.Future[Tensor] = torch.futures.Future()
         done.set_result(future.wait())
-        self.note_error(wanted, torch.zeros_like(wanted) if is_plain else state.error_dict[index])
+        if self.measures_error:
+            self.note_error(wanted, torch.zeros_like(wanted) if is_plain else state.error_dict[index])
         return done
 
     def rank_state(self) -> dict[str, Tensor]:

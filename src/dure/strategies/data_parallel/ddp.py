@@ -23,7 +23,24 @@ from dure.strategies.contract.weight_rules import WeightRules
 from dure.strategies.data_parallel.compression import Compression, check_compression
 from dure.strategies.data_parallel.gradient_sums import add_up_gradients
 from dure.strategies.data_parallel.options import DDPOptions
-from dure.torchcompat import has_finished_reduction, run_backward, without_gradient_hooks
+from dure.torchcompat import buffer_option, has_finished_reduction, run_backward, without_gradient_hooks
+
+_SEVERAL_PARTS = (
+    "static_graph takes the graph from the first backward that ends a step, and this step has several microbatches: "
+    "leave it out, or microbatch_size"
+)
+_OTHER_GRAPHS = {
+    "mark a variable ready only once": (
+        "a parameter gets its gradient more than once in a backward pass, as with reentrant checkpoints of a module "
+        "that is called twice: pass --{flag}.static-graph=true if each step is like the first, or use "
+        "torch.utils.checkpoint with use_reentrant=False, or the strategy naive_ddp"
+    ),
+    "training graph has changed": (
+        "this step uses other parameters than the first one, or uses one more often, and static_graph takes all steps "
+        "to be alike: pass --{flag}.find-unused-parameters=true instead"
+    ),
+}
+"""Cures by words of errors of torch's DDP."""
 
 
 def _summed(group: dist.ProcessGroup, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
@@ -109,9 +126,13 @@ class DDP(Strategy):
             bucket_cap_mb=self.options.bucket_bytes / 2**20,
             gradient_as_bucket_view=self.options.gradient_as_bucket_view,
             find_unused_parameters=self.options.find_unused_parameters,
+            static_graph=self.options.static_graph,
+            **buffer_option(sends_in_forward=self.options.broadcast_buffers),
         )
-        if not (self.options.find_unused_parameters or has_sparse_gradients):
-            # when it searches for unused parameters DDP keeps its first order; a rehearsal has no sparse gradients
+        self._finds_unused = self.options.find_unused_parameters or self.options.static_graph
+        if not (self._finds_unused or has_sparse_gradients):
+            # when it searches for unused parameters DDP keeps its first order; a rehearsal has no sparse gradients, and
+            # would be the step that a static graph is taken from
             self._rehearse()
         if is_sum and self.group.world_size > 1:
             self.engine.register_comm_hook(self.engine.process_group, _summed)
@@ -136,13 +157,15 @@ class DDP(Strategy):
             return None
         from dure.strategies.data_parallel.compression_hooks import hook_compression  # half a second of imports
 
-        return hook_compression(
+        compression = hook_compression(
             self.engine,
             options.compression,
             fraction=options.compression_fraction,
             rank=options.compression_rank,
             can_undo=self.spec.on_nonfinite == "skip",
         )
+        compression.measures_error = options.compression_error
+        return compression
 
     def _rehearse(self) -> None:
         """Fix the order of DDP's buckets by a backward without data.
@@ -170,6 +193,8 @@ class DDP(Strategy):
         while microbatch is not None:
             following = next(pending, None)
             is_last = following is None
+            if self._is_first_step and self.options.static_graph and not is_last:
+                raise TaskInvalid(_SEVERAL_PARTS)
             with nullcontext() if is_last else self.engine.no_sync():
                 self._backward(microbatch, global_samples, requests if is_last else NO_REQUESTS)
             microbatch = following
@@ -188,7 +213,13 @@ class DDP(Strategy):
             # compressed buckets cannot carry exact numbers
             self._own_facts += facts
             facts = torch.zeros_like(facts)
-        run_backward(root, (carried, facts))
+        try:
+            run_backward(root, (carried, facts))
+        except RuntimeError as error:
+            cure = next((cure for words, cure in _OTHER_GRAPHS.items() if words in str(error)), None)
+            if cure is None:
+                raise
+            raise TaskInvalid(cure.format(flag=self.info.flag)) from error
 
     def _facts(self, term: LossTerm, requests: Requests) -> Tensor:
         """Return a microbatch's `[loss sum, count, stop, save]`."""
@@ -214,7 +245,7 @@ class DDP(Strategy):
 
     def _after_first_backward(self) -> None:
         self._is_first_step = False
-        if not self.options.find_unused_parameters:
+        if not self._finds_unused:
             unused = [name for name, p in self.model.named_parameters() if id(p) in self._in_buckets and p.grad is None]
             if unused:
                 shown = ", ".join(unused[:8]) + (f" and {len(unused) - 8} more" if len(unused) > 8 else "")

@@ -4,6 +4,7 @@ from typing import Literal
 
 from pydantic import Field
 
+from dure.spec import RunSpec
 from dure.spec.options import StrategyOptions
 
 MOST_BYTES = 2**50
@@ -23,6 +24,7 @@ class Compressing(StrategyOptions):
         None, description="send gradients smaller than they are (not exact)"
     )
     compression_fraction: float = Field(0.01, gt=0, le=1, description="topk: fraction of the elements that is sent")
+    compression_error: bool = Field(True, description="measure what is lost, for the records, in passes of its own")
 
 
 class DDPOptions(Compressing, Buckets):
@@ -30,7 +32,28 @@ class DDPOptions(Compressing, Buckets):
 
     gradient_as_bucket_view: bool = Field(True, description="gradients are views into the buckets")
     find_unused_parameters: bool = Field(False, description="allow parameters that take no part in a step")
+    static_graph: bool = Field(
+        False, description="every step uses the parameters that the first one used, each as often"
+    )
+    broadcast_buffers: bool = Field(True, description="send rank 0's buffers to all before each forward")
     compression_rank: int = Field(1, gt=0, le=MOST_BYTES, description="powersgd: rank of the approximation")
+
+    def faults(self, spec: RunSpec) -> list[tuple[str, str]]:
+        """Refuse a search for unused parameters in each step of which none differs from the first."""
+        faults = []
+        if self.static_graph and self.find_unused_parameters:
+            faults.append(
+                "static_graph finds the unused parameters in the first step, and find_unused_parameters in each: leave "
+                "one of them out"
+            )
+        if self.static_graph and (spec.microbatch_size or spec.global_batch_size) * spec.num_devices < (
+            spec.global_batch_size
+        ):
+            faults.append(
+                f"static_graph does not go with several microbatches in a step, and microbatch_size is "
+                f"{spec.microbatch_size}: leave one of them out"
+            )
+        return [("static_graph", fault) for fault in faults]
 
 
 class RingDDPOptions(Compressing):

@@ -100,12 +100,14 @@ class RingDDP(Strategy):
         options = self.options
         if options.compression is None or self.group.world_size == 1:
             return None
-        return open_compression(
+        compression = open_compression(
             options.compression,
             self._process_group,
             fraction=options.compression_fraction,
             can_undo=self.spec.on_nonfinite == "skip",
         )
+        compression.measures_error = options.compression_error
+        return compression
 
     def describe(self) -> list[str]:
         """Return the name of the algorithm that sums the gradients."""

@@ -41,6 +41,7 @@ from dure.strategies.sections.stand_in import call_of, called_again, stand_in
 from dure.strategies.sections.values import Description, Lanes, lanes_of, nothing, num_bytes, packed, unpacked
 from dure.strategies.sections.verify import hooks_gradients
 from dure.strategies.state.objects.object_state import ObjectState
+from dure.torchcompat import with_compilation
 
 _STAGES_PER_RANK = 2
 _MICROBATCHES_PER_STAGE = 4
@@ -142,9 +143,14 @@ class Pipeline(SectionedStrategy):
         """Return the plan of the cut, and its faults."""
         return decide(self, model, self.num_stages, self.options.cuts)
 
+    def compile_model(self) -> None:
+        """Do nothing yet: `distribute` compiles the blocks that this rank keeps."""
+
     def distribute(self) -> None:
         """Keep this rank's stages, of the model and of the optimiser, and release the others."""
         self.keep(self.stages)
+        if self.spec.compile:
+            self._compile_blocks()
         self.sweeps = Sweeps(self.sections, self.part, self.mesh, self.device, self.precision)
         self.evaluated = stand_in(self.model, self.sweeps.evaluate, self.part.state_dict)
         self._clock = StepClock(self.device)
@@ -156,6 +162,13 @@ class Pipeline(SectionedStrategy):
         self._failure: Exception | None = None
         self._is_kind_known = False
         self._global_samples = 0
+
+    def _compile_blocks(self) -> None:
+        """Compile the blocks of this rank's stages; what the model does between them runs as it is written."""
+        for name in dict.fromkeys(self.plan.calls):
+            if self.plan.section_of_block(name) in self.stages:
+                block = self.model.get_submodule(name)
+                block.forward = with_compilation(torch.compile(block.forward, mode=self.spec.compile_mode))
 
     # the size of microbatches
 

@@ -124,6 +124,10 @@ class FSDP(ShardedStrategy):
             torchcompat.give_data(scalar, scalar.data.to(self.device))
         self.group.broadcast([scalar.data for scalar in self.scalars])
         self._parameter_bytes = parameter_bytes(model)
+        if self.spec.compile:
+            # only what runs between fully_shard's hooks, which the compiler cannot see through
+            for module in [unit.module for unit in self.units] or [model]:
+                module.forward = torch.compile(module.forward, mode=self.spec.compile_mode)
         self.gathered = [self._shard(unit.module, is_root=False) for unit in reversed(self.units)]
         self.objective = ObjectiveModule(model, self.loss_term)
         self.gathered.append(self._shard(self.objective, is_root=True))
@@ -222,6 +226,9 @@ class FSDP(ShardedStrategy):
                     f"build_optimizer left a copy of weights in {path}, which under fsdp has shards in their place: "
                     "make it in build_model, where weights are whole, or use ddp"
                 )
+
+    def compile_model(self) -> None:
+        """Do nothing more: `place` has told what to compile, before the parameters were divided."""
 
     def watched_parameters(self) -> ParameterWatch:
         """Watch the parameters that exist when the loss is called: gathered ones outside the units, and shards."""

@@ -38,8 +38,9 @@ def test_what_the_compiler_keeps_is_no_state():
     state = ObjectState({"function": compiled, "model": model})
     model(compiled(torch.ones(2)))
     assert state.changed() == {}
+    assert state.hidden == []
     weights += 1
-    assert list(state.changed()) == ["function().fn().weights"]
+    assert list(state.changed()) == ["function().weights"]
 
 
 class Slotted:

@@ -67,6 +67,7 @@ from dure.strategies.state.objects.tensor_places import (
     parts_place,
     tensor_place,
 )
+from dure.torchcompat import as_written
 
 Holder = tuple[str, str]
 """Path of an owner and the name of its attribute, which is restored as a whole. An object without an owner has an empty
@@ -248,6 +249,9 @@ class ObjectState:
         if self._sees_data and isinstance(value, Dataset) and id(value) not in self._seen:
             self._seen[id(value)] = value
             self._attributes(path, value)
+        if (written := as_written(value)) is not value:
+            self._walk(path, written)
+            return
         if is_searched_method(value):
             self._walk(f"{path}.__self__", value.__self__)  # a list, say, that nothing else holds but its `append`
         elif isinstance(value, types.FunctionType) and id(value) not in self._seen and is_users(value):

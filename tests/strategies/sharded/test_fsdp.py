@@ -9,6 +9,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.nn import functional
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import dure
 from dure.comm.groups import ProcessGroup
@@ -161,6 +162,46 @@ def test_sent_bytes_are_what_the_process_groups_are_given(num_ranks, mesh, micro
             assert calls["allgather_base"] == (3 if keeps is False else 5 * microsteps)
 
 
+@pytest.mark.parametrize("options", [{"reshard_size": 2}, {"reduce_dtype": "bf16"}, {"prefetch": 2}], ids=repr)
+def test_sent_bytes_follow_the_options(options):
+    def work(group: ProcessGroup) -> tuple[int, int]:
+        strategy = prepared("fsdp", group, blocks(), loss, **options, **UNITS)
+        batches = [torch.ones(2, ROW, requires_grad=True) for _ in range(2)]
+        backward(strategy, *batches)
+        strategy.optimizer_step()
+        with SentBytes() as sent:
+            backward(strategy, *batches)
+        answer = sent.num_bytes, strategy.sent_bytes(2)
+        strategy.close()
+        return answer
+
+    for counted, told in on_ranks(4, work):
+        assert counted == told
+
+
+@pytest.mark.parametrize(("recomputed", "num_products"), [("all", 2), ("cheap", 1)])
+def test_results_of_products_are_kept_if_only_what_is_cheap_is_computed_again(recomputed, num_products):
+    class Products(TorchDispatchMode):
+        def __init__(self) -> None:
+            super().__init__()
+            self.count = 0
+
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            self.count += func is torch.ops.aten.addmm.default
+            return func(*args, **(kwargs or {}))
+
+    def work(group: ProcessGroup) -> int:
+        model = nn.Sequential(nn.Sequential(nn.Linear(ROW, ROW), nn.Tanh()))
+        options = {"units": "0", "activation_checkpointing": True, "recomputed": recomputed}
+        strategy = prepared("fsdp", group, model, **options)
+        with Products() as products, torch.autograd.set_multithreading_enabled(False):
+            backward(strategy, torch.ones(2, ROW))
+        strategy.close()
+        return products.count
+
+    assert on_ranks(2, work) == [num_products] * 2
+
+
 # weights
 
 
@@ -169,7 +210,8 @@ def test_sent_bytes_are_what_the_process_groups_are_given(num_ranks, mesh, micro
     ("num_ranks", "settings"),
     [
         (3, {"units": "0,5", "reshard_after_forward": False}),
-        (3, {"units": "*", "activation_checkpointing": True}),
+        (3, {"units": "*", "activation_checkpointing": True, "recomputed": "cheap", "checkpoint_every": 2}),
+        (4, {"units": "*", "reshard_size": 2, "prefetch": 2}),
         (4, {"mesh": "replica=2,shard=2", "reshard_after_forward": False, "units": "2,5"}),
         (4, {"mesh": "replica=4,shard=1"}),
         (4, {"mesh": "shard=4", "backend": "gloo"}),
@@ -444,6 +486,16 @@ class Odd(Regression):
         ("", {"units": "inner"}, "names inner, whose weight is shared with a module outside it"),
         ("", {"activation_checkpointing": True}, "activation_checkpointing finds no unit to compute .*fsdp=..units"),
         ("", {"cpu_offload": True}, "cpu_offload moves shards from the device .* and the device is cpu: leave it out"),
+        ("", {"reshard_size": 2}, "reshard_size is 2, and parameters are divided over 2 ranks: choose a smaller"),
+        ("", {"reshard_size": 2, "reshard_after_forward": False}, "without reshard_after_forward they stay whole"),
+        ("", {"prefetch": 1}, "prefetch gathers units ahead of others, and the model has fewer than two: name some"),
+        ("", {"recomputed": "cheap"}, "recomputed is cheap but nothing is computed again: set activation_checkpoint"),
+        ("", {"checkpoint_every": 2}, "checkpoint_every is 2 but nothing is computed again: set activation_checkpoint"),
+        (
+            "",
+            {"recomputed": "cheap", "activation_checkpointing": True, "compile": True},
+            "recomputed is cheap, with which compiled units that work in place would compute something else",
+        ),
         ("", {"mesh": "replica=2,shard=2"}, "nproc is 2 but mesh replica 2 x shard 2 needs 4"),
         ("", {"mesh": "data=2"}, "mesh names the axis data.*it knows replica and shard"),
     ],

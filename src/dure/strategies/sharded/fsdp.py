@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts, noop_context_fn
 
 from dure import torchcompat
 from dure.comm.mesh import Mesh
@@ -32,7 +32,7 @@ from dure.strategies.contract.reduced_facts import reduced_facts
 from dure.strategies.contract.step_facts import LossTerm, Requests, StepFacts
 from dure.strategies.contract.watch.parameter_watch import ParameterWatch
 from dure.strategies.contract.weight_rules import WeightRules
-from dure.strategies.sharded.fsdp_units import find_units, has_batchnorm, parameter_bytes, unit_faults
+from dure.strategies.sharded.fsdp_units import Unit, find_units, has_batchnorm, parameter_bytes, unit_faults
 from dure.strategies.sharded.local_shards import ShardedStrategy
 from dure.strategies.sharded.options import FSDPOptions
 from dure.strategies.state.batchnorm import convert_sync_batchnorm
@@ -42,7 +42,20 @@ from dure.strategies.state.saved_state import StateSource, StrategyState
 from dure.torchcompat import run_backward
 from dure.units import format_bytes
 
+AXES = ("replica", "shard")
+
 _GATHERED = {"bf16": torch.bfloat16, "fp16": torch.float16}
+_REDUCED = {"bf16": torch.bfloat16, "fp32": torch.float32}
+
+_aten = torch.ops.aten
+_DEAR = [
+    *(_aten.mm.default, _aten.addmm.default, _aten.bmm.default, _aten.baddbmm.default, _aten.convolution.default),
+    *(
+        getattr(_aten, f"_scaled_dot_product_{kind}").default
+        for kind in ("flash_attention", "flash_attention_for_cpu", "efficient_attention", "cudnn_attention")
+    ),
+]
+"""Operators whose results `recomputed` cheap keeps."""
 
 
 class ObjectiveModule(nn.Module):
@@ -104,6 +117,19 @@ class FSDP(ShardedStrategy):
                 "activation_checkpointing finds no unit to compute twice (one with BatchNorm would count its batch "
                 "twice): name some with --fsdp.units, or leave it out"
             )
+        num_shards = parse_mesh(spec.mesh, AXES, spec.num_devices)["shard"]
+        if options.reshard_size is not None and (
+            num_shards % options.reshard_size or options.reshard_size == num_shards
+        ):
+            faults.append(
+                f"reshard_size is {options.reshard_size}, and parameters are divided over {num_shards} ranks: choose a "
+                "smaller number that divides it, or leave it out"
+            )
+        if options.prefetch is not None and not faults and len(units) < 2:
+            faults.append(
+                "prefetch gathers units ahead of others, and the model has fewer than two: name some with --fsdp.units,"
+                " or leave it out"
+            )
         if options.cpu_offload and (kind := resolve_device(spec.device)) == "cpu":
             faults.append(
                 f"cpu_offload moves shards from the device to host memory, and the device is {kind}: leave it out"
@@ -124,10 +150,7 @@ class FSDP(ShardedStrategy):
             torchcompat.give_data(scalar, scalar.data.to(self.device))
         self.group.broadcast([scalar.data for scalar in self.scalars])
         self._parameter_bytes = parameter_bytes(model)
-        if self.spec.compile:
-            # only what runs between fully_shard's hooks, which the compiler cannot see through
-            for module in [unit.module for unit in self.units] or [model]:
-                module.forward = torch.compile(module.forward, mode=self.spec.compile_mode)
+        self._change_forwards(model)
         self.gathered = [self._shard(unit.module, is_root=False) for unit in reversed(self.units)]
         self.objective = ObjectiveModule(model, self.loss_term)
         self.gathered.append(self._shard(self.objective, is_root=True))
@@ -135,6 +158,33 @@ class FSDP(ShardedStrategy):
         model.register_forward_pre_hook(lambda module, inputs: self._gather_root())
         self.group.broadcast([buffer for buffer in model.buffers() if buffer.numel()])
         return model
+
+    def _change_forwards(self, model: nn.Module) -> None:
+        """Let units compute their activations twice, and compile them: what runs between the hooks of fully_shard."""
+        if self.options.activation_checkpointing:
+            contexts = noop_context_fn
+            if self.options.recomputed == "cheap":
+                contexts = functools.partial(create_selective_checkpoint_contexts, _DEAR)
+            for unit in self._recomputed_units():
+                unit.module.forward = functools.partial(_recomputed, unit.module.forward, contexts)
+        if self.spec.compile:
+            for module in [unit.module for unit in self.units] or [model]:
+                module.forward = torch.compile(module.forward, mode=self.spec.compile_mode)
+
+    def _recomputed_units(self) -> list[Unit]:
+        return [unit for unit in self.units if not unit.has_batchnorm][:: self.options.checkpoint_every]
+
+    def _reshard_after_forward(self) -> bool | int:
+        return self.options.reshard_size or self.options.reshard_after_forward
+
+    def _prefetch(self, ahead: int) -> None:
+        """Gather units before they are needed, in the order of the model's modules, which most forwards follow."""
+        modules: list[Any] = [unit.module for unit in self.units]
+        root: Any = self.objective
+        root.set_modules_to_forward_prefetch(modules[:ahead])
+        for i, module in enumerate(modules):
+            module.set_modules_to_forward_prefetch(modules[i + 1 : i + 1 + ahead])
+            module.set_modules_to_backward_prefetch(modules[max(0, i - ahead) : i][::-1])
 
     def _shard(self, module: nn.Module, *, is_root: bool) -> "Gathered":
         """Shard the parameters of a module that are in none of its units, with rank 0's values.
@@ -147,28 +197,32 @@ class FSDP(ShardedStrategy):
             torchcompat.give_data(parameter, parameter.data.to(self.device).contiguous())
         self.group.broadcast([parameter.data for parameter in own])
         lowered = None if has_batchnorm(module) else _GATHERED.get(self.precision.name)
-        gathered = Gathered(own, self.mesh, lowered)
+        gathered = Gathered(own, self.mesh, lowered, self._reduce_dtype(lowered), self.options.reshard_size)
         attributes = {name: torchcompat.own_attributes(p) for name, p in module.named_parameters() if vars(p)}
         if not is_root:
             module.register_forward_hook(lambda module, inputs, outputs: map_tensors(outputs, _without_base))
         self._fully_shard(
             module,
-            reshard_after_forward=not is_root and self.options.reshard_after_forward,
+            reshard_after_forward=not is_root and self._reshard_after_forward(),
             # Parameters are gathered in half precision, and the shards stay in their own. With autocast alone, each
             # unit would keep its casts of parameters until backward, and nothing would be freed after forward. The
             # model's inputs are not cast: only autocast knows which of them may be rounded.
             mp_policy=MixedPrecisionPolicy(
                 param_dtype=lowered,
-                reduce_dtype=None if lowered is None else torch.float32,
+                reduce_dtype=self._reduce_dtype(lowered),
                 cast_forward_inputs=not is_root,
             ),
             ignored_params=ignored,
         )
         for name, parameter in module.named_parameters():
             vars(parameter).update(attributes.get(name, {}))
-        if self.options.activation_checkpointing and not is_root and not has_batchnorm(module):
-            module.forward = functools.partial(_recomputed, module.forward)
         return gathered
+
+    def _reduce_dtype(self, lowered: torch.dtype | None) -> torch.dtype | None:
+        """Return the dtype in which gradients are added up; None for that of the parameters."""
+        if self.options.reduce_dtype is not None:
+            return _REDUCED[self.options.reduce_dtype]
+        return None if lowered is None else torch.float32
 
     def _fully_shard(self, module: nn.Module, **settings: Any) -> None:
         device_mesh = self.mesh.device_mesh
@@ -209,6 +263,8 @@ class FSDP(ShardedStrategy):
         self.objective(None, 1)
         self._reshard()
         super().distribute()
+        if self.options.prefetch is not None:
+            self._prefetch(self.options.prefetch)
 
     def _refuse_changes(self) -> None:
         """Refuse parameters that `build_optimizer` added to a sharded model, and copies that it made of others."""
@@ -352,13 +408,19 @@ class FSDP(ShardedStrategy):
     def not_preserved(self) -> list[str]:
         """Return the differences from the one-device run; those of half precision only if it is used."""
         texts = super().not_preserved()
+        own = {parameter.dtype for parameter in self.trainable}
+        reduced = self.options.reduce_dtype
+        if reduced is not None and any(dtype.itemsize > _REDUCED[reduced].itemsize for dtype in own):
+            texts.append(f"reduce_dtype is {reduced}: gradients are rounded to it, and added up in it")
         return [text for text in texts if self.precision.name in _GATHERED or not text.startswith("bf16")]
 
     def describe(self) -> list[str]:
         """Return lines about the units that are gathered together, and what a rank keeps."""
         sizes = [gathered.num_bytes for gathered in self.gathered]
         num_shards = self.mesh.size("shard")
-        when = "from forward to backward" if not self.options.reshard_after_forward else "only while it computes"
+        when = "only while it computes" if self.options.reshard_after_forward else "from forward to backward"
+        if self.options.reshard_size is not None:
+            when += f", then divided over {self.options.reshard_size} ranks until backward"
         lines = [
             f"{format_bytes(self._parameter_bytes)} of parameters in {num_shards} shard(s)"
             + (f" and {self.mesh.size('replica')} replicas" if self.mesh.size("replica") > 1 else "")
@@ -368,20 +430,20 @@ class FSDP(ShardedStrategy):
             lines.append(f"units, each whole {when}: {names} (at most {format_bytes(max(sizes[:-1]))})")
         lines.append(f"gathered once per microstep: {format_bytes(sizes[-1])} outside the units")
         if self.options.activation_checkpointing:
-            twice = shortened(unit.name for unit in self.units if not unit.has_batchnorm)
-            lines.append(f"forward computed twice, activations not kept: {twice}")
+            twice = shortened(unit.name for unit in self._recomputed_units())
+            kept = "activations not kept" if self.options.recomputed == "all" else "only results of products kept"
+            lines.append(f"forward computed twice, {kept}: {twice}")
         return lines
 
     def sent_bytes(self, num_microsteps: int) -> int:
         """Return the bytes of all gathers and reductions, and of the facts."""
         keeps = not self.options.reshard_after_forward
-        per_unit = 1 if keeps else 2 * num_microsteps
-        per_root = 1 if keeps else num_microsteps
-        *units, root = self.gathered
         world_size = self.group.world_size
         num_facts = 4 + len(self.trainable) + len(self._own_scalars)
         facts_bytes = 2 * (world_size - 1) * num_facts * self.sums.dtype.itemsize // world_size
-        gathers = per_unit * sum(unit.gather_bytes for unit in units) + per_root * root.gather_bytes
+        gathers = sum(unit.gather_bytes for unit in self.gathered)
+        if not keeps:
+            gathers = num_microsteps * (gathers + sum(unit.regather_bytes for unit in self.gathered[:-1]))
         return gathers + sum(gathered.reduce_bytes for gathered in self.gathered) + facts_bytes
 
     def close(self) -> None:
@@ -392,13 +454,22 @@ class FSDP(ShardedStrategy):
 class Gathered:
     """Parameters that are gathered in one message, and whose gradients are reduced in one."""
 
-    def __init__(self, parameters: Sequence[nn.Parameter], mesh: Mesh, lowered: torch.dtype | None) -> None:
+    def __init__(
+        self,
+        parameters: Sequence[nn.Parameter],
+        mesh: Mesh,
+        lowered: torch.dtype | None,
+        reduced: torch.dtype | None,
+        reshard_size: int | None,
+    ) -> None:
         """Count the bytes.
 
         Args:
             parameters: Whole parameters, not yet sharded.
             mesh: Mesh with the axes `replica` and `shard`.
             lowered: Dtype in which they are gathered; None for their own.
+            reduced: Dtype in which their gradients are added up; None for their own.
+            reshard_size: Ranks from which they are gathered in backward; None for all.
         """
         num_shards, num_replicas = mesh.size("shard"), mesh.size("replica")
         self.num_bytes = sum(p.numel() * p.element_size() for p in parameters)
@@ -407,16 +478,26 @@ class Gathered:
         shards = [(p, -(-p.size(0) // num_shards) * (p.numel() // p.size(0) if p.numel() else 0)) for p in parameters]
         self.gather_bytes = (num_shards - 1) * sum(n * (lowered or p.dtype).itemsize for p, n in shards)
         """Bytes that each rank sends for one all_gather."""
-        reduced = sum(n * (torch.float32 if lowered else p.dtype).itemsize for p, n in shards if p.requires_grad)
-        self.reduce_bytes = (num_shards - 1) * reduced + 2 * (num_replicas - 1) * reduced // num_replicas
+        size = reshard_size or num_shards
+        self.regather_bytes = self.gather_bytes // (num_shards - 1 or 1) * (num_shards // size) * (size - 1)
+        """Bytes that each rank sends for the all_gather in backward."""
+        num_reduced = sum(n * (reduced or p.dtype).itemsize for p, n in shards if p.requires_grad)
+        self.reduce_bytes = (num_shards - 1) * num_reduced + 2 * (num_replicas - 1) * num_reduced // num_replicas
         """Bytes that each rank sends for the reduce_scatter and the all_reduce over replicas."""
 
 
-def _recomputed(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Run a module's forward, saving only its inputs for backward (Chen et al. 2016, section 4)."""
+def _recomputed(forward: Callable[..., Any], contexts: Callable[[], Any], *args: Any, **kwargs: Any) -> Any:
+    """Run a module's forward, saving only its inputs for backward (Chen et al. 2016, section 4).
+
+    Args:
+        forward: Its forward.
+        contexts: Function that returns the contexts in which it is computed, and computed again.
+        *args: Positional arguments of forward.
+        **kwargs: Keyword arguments of forward.
+    """
     if not torch.is_grad_enabled():
         return forward(*args, **kwargs)
-    return checkpoint(forward, *args, use_reentrant=False, **kwargs)
+    return checkpoint(forward, *args, use_reentrant=False, context_fn=contexts, **kwargs)
 
 
 def _fill_in_backward(outputs: Any, parameters: Sequence[nn.Parameter]) -> None:

@@ -20,9 +20,11 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed import distributed_c10d as c10d
 from torch.distributed import fsdp
+from torch.numa import binding as numa
 
 from dure import torchcompat
 from dure.comm.groups import ProcessGroup
+from dure.errors import EnvironmentLacks
 from tests.comm.gloo_ranks import on_ranks
 
 TIMEOUT = timedelta(seconds=20)
@@ -247,6 +249,32 @@ def test_default_generator_when_on_cuda_then_it_is_the_devices() -> None:
     drawn = torch.rand(3, device=device)
     generator.manual_seed(3)
     assert torch.equal(drawn, torch.rand(3, device=device))
+
+
+def test_binding_when_a_device_is_near_a_node_then_threads_run_on_its_cores(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    cores = os.sched_getaffinity(0)
+    # torch asks for the command numactl, which it needs for other programs only
+    monkeypatch.setattr(numa.shutil, "which", lambda name: f"/usr/bin/{name}")
+    monkeypatch.setattr(numa, "_get_numa_node_index_for_gpu_index", lambda *, gpu_index: gpu_index)
+    monkeypatch.setattr(numa, "_get_allowed_logical_cpu_indices_for_numa_node", lambda *, numa_node_index: {max(cores)})
+    try:
+        torchcompat.bind_to_numa_node(0, "node")
+        bound = [os.sched_getaffinity(int(thread.name)) for thread in Path("/proc/self/task").iterdir()]
+    finally:
+        for thread in Path("/proc/self/task").iterdir():
+            os.sched_setaffinity(int(thread.name), cores)
+    assert bound == [{max(cores)}] * len(bound)
+
+
+def test_binding_when_no_core_is_known_then_one_sentence_says_so(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(numa, "_get_logical_cpus_to_bind_to", lambda **_: set())
+    with pytest.raises(EnvironmentLacks, match=r"numa_binding is node, and the cores near device 1 .*: leave it out"):
+        torchcompat.bind_to_numa_node(1, "node")
+    assert capfd.readouterr().err == ""
 
 
 @pytest.mark.slow

@@ -991,6 +991,33 @@ def replace_module_call(module: torch.nn.Module, call: Callable[..., Any]) -> Ca
     return undo
 
 
+def bind_to_numa_node(device: int, mode: str) -> None:
+    """Bind the threads of this process to the cores near a CUDA device (private in torch, whose launcher does it).
+
+    Args:
+        device: Index of the device.
+        mode: Name of a `torch.numa.binding.AffinityMode`.
+
+    Raises:
+        EnvironmentLacks: The system does not tell which cores are near it, or does not allow them.
+    """
+    try:
+        from torch.numa import binding
+
+        options = binding.NumaOptions(affinity_mode=binding.AffinityMode(mode), should_fall_back_if_binding_fails=False)
+        log, level = binding.logger, binding.logger.level
+        log.setLevel(logging.CRITICAL)
+        try:
+            binding._maybe_apply_numa_binding_to_current_process(gpu_index=device, numa_options=options)
+        finally:
+            log.setLevel(level)
+    except Exception as error:
+        raise EnvironmentLacks(
+            f"numa_binding is {mode}, and the cores near device {device} cannot be used "
+            f"({type(error).__name__}: {' '.join(str(error).split())[:200]}): leave it out"
+        ) from error
+
+
 def buffer_option(*, sends_in_forward: bool) -> dict[str, Any]:
     """Return the argument of DDP for rank 0's buffers, which has another name since torch 2.13."""
     names = inspect.signature(nn.parallel.DistributedDataParallel).parameters

@@ -7,6 +7,9 @@ import pytest
 import torch
 from torch import nn
 
+import dure
+from dure.errors import SpecInvalid
+from dure.strategies.contract.precision import allow_tf32
 from dure.training.seeds import seed_everything
 from dure.training.session.sample_order import SampleOrder
 from tests.conformance.cases import (
@@ -88,6 +91,28 @@ def test_ranks_skip_the_same_steps_when_fp16_overflows(tmp_path):
     run = train_case(tmp_path, task, "ddp", 3, precision="fp16", microbatch_size=1, **STEPS)
     assert all(value.isfinite().all() for value in weights_of(run).values())
     assert len(evaluated_digests(digests)) == 1
+
+
+def test_tf32_when_allowed_then_the_programs_own_setting_comes_back():
+    assert torch.get_float32_matmul_precision() == "highest"
+    allow_tf32(True)
+    allow_tf32(True)
+    allowed = torch.get_float32_matmul_precision()
+    allow_tf32(False)
+    assert (allowed, torch.get_float32_matmul_precision()) == ("high", "highest")
+
+
+@pytest.mark.parametrize(
+    ("settings", "match"),
+    [
+        ({"precision": "tf32"}, "precision is tf32, in which cpu devices do not compute: use fp32"),
+        ({"numa_binding": "node"}, "numa_binding is for devices with a place of their own, not for cpu: leave it out"),
+    ],
+)
+def test_what_cuda_alone_has_is_refused_on_the_cpu(settings, match, tmp_path):
+    with pytest.raises(SpecInvalid, match=match):
+        dure.train(Regression(), runs_dir=tmp_path, device="cpu", **settings)
+    assert not list(tmp_path.iterdir())
 
 
 class Block(nn.Module):

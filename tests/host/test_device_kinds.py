@@ -163,6 +163,8 @@ ROWS = {
     "pins memory that torch did not allocate": "pins_any_memory",
     "health and memory by NVML": "has_nvml",
     "algorithms chosen by timing (cuDNN)": "times_convolutions",
+    "`--precision tf32`": "has_tf32",
+    "`--numa-binding`": "has_address",
     "torch's SyncBatchNorm": "has_sync_batchnorm",
     "`torch.compile`": "compiles",
     "counted without starting its runtime": "counts_without_runtime",

@@ -151,8 +151,16 @@ def test_length_when_a_higher_source_counts_otherwise_then_the_lower_one_is_set_
         ({"faults": "a\0b"}, "flag --faults: faults is 'a\\x00b' but must be a path"),
         ({"seed": -1}, f"flag --seed: seed is -1 but must be a whole number of at least 0 and below {2**63}"),
         ({"seed": True}, f"flag --seed: seed is True but must be a whole number of at least 0 and below {2**63}"),
-        ({"precision": "fp8"}, "flag --precision: precision is 'fp8' but must be one of fp32, bf16, fp16"),
+        ({"precision": "fp8"}, "flag --precision: precision is 'fp8' but must be one of fp32, tf32, bf16, fp16"),
         ({"compile": "maybe"}, "flag --compile: compile is 'maybe' but must be true or false"),
+        (
+            {"compile_mode": "default"},
+            "flag --compile-mode: compile_mode is default but nothing is compiled: set",
+        ),
+        (
+            {"prefetch_factor": 4},
+            "flag --prefetch-factor: prefetch_factor is 4 but there is no loader process",
+        ),
         ({"task": 3}, "argument task: task is 3 but must be text"),
         ({"name": "../x"}, "flag --name: name is '../x' but must be 1 to 64 letters, digits"),
         (

@@ -7,7 +7,7 @@ from dure.api.local import count_processes
 from dure.cluster.rank import Launched
 from dure.errors import EnvironmentLacks, SpecInvalid
 from dure.host.backends import backend_cure, backend_name, fault_of_backend, is_available, reaches, takes_devices_only
-from dure.host.device_kinds import can_compile
+from dure.host.device_kinds import can_compile, device_kind
 from dure.host.devices import check_devices, count_all_accelerators, resolve_device
 from dure.launch.worker.fork_safety import reason_not_to_fork
 from dure.spec import RunSpec
@@ -38,6 +38,8 @@ def check_before_start(spec: RunSpec, launched: Launched | None = None) -> None:
         raise SpecInvalid([fault])
     if spec.compile and not can_compile(device):
         raise SpecInvalid([f"torch.compile generates no code for {device} devices: leave --compile out"])
+    if spec.numa_binding is not None and not device_kind(device).has_address:
+        raise SpecInvalid([f"numa_binding is for devices with a place of their own, not for {device}: leave it out"])
     if spec.faults is not None:
         read_faults(spec.faults, count_processes(spec), on_several_hosts=spec.num_nodes > 1)
     if spec.start == "inline" and count_processes(spec) > 1:

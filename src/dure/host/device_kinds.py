@@ -38,6 +38,10 @@ class DeviceKind:
     """True if NVML reports on the devices."""
     times_convolutions: bool = False
     """True if each start may choose the algorithms of convolutions by timing (cuDNN's benchmark)."""
+    has_tf32: bool = False
+    """True if it can multiply float32 matrices in fewer bits."""
+    has_address: bool = False
+    """True if the system tells which cores are near a device."""
     has_sync_batchnorm: bool = False
     """True if torch's own SyncBatchNorm has kernels for it."""
     compiles: bool | None = None
@@ -65,6 +69,8 @@ KINDS = {
         pins_any_memory=True,
         has_nvml=True,
         times_convolutions=True,
+        has_tf32=True,
+        has_address=True,
         has_sync_batchnorm=True,
         compiles=True,
         visible="CUDA_VISIBLE_DEVICES",

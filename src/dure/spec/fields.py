@@ -18,6 +18,8 @@ MOST_SECONDS = 10**9
 """Upper limit in seconds of a timeout, about 30 years: torch counts nanoseconds, and takes a much larger one for 0."""
 MOST_THREADS = 4096
 """Upper limit of CPU threads per process. OpenMP crashes if the system refuses it a thread."""
+MOST_PREFETCHED = 2**20
+"""Upper limit of the batches that a loader process fetches ahead."""
 MOST_PROCESSES = 4096
 """Upper limit of ranks per host, and of loader processes per rank: more would take every process number of a host."""
 
@@ -91,8 +93,8 @@ class _Execution(_Group):
     microbatch_size: Annotated[int | None, Everyday] = Field(
         None, gt=0, description="most samples per backward on one device"
     )
-    precision: Annotated[Literal["fp32", "bf16", "fp16"], Everyday] = Field(
-        "fp32", description="autocast; fp16 scales the loss"
+    precision: Annotated[Literal["fp32", "tf32", "bf16", "fp16"], Everyday] = Field(
+        "fp32", description="tf32: products of 19 bits on CUDA; bf16, fp16: autocast; fp16 scales the loss"
     )
     device: Annotated[str, Everyday] = Field(
         "auto", description="cpu, or the kind of torch's accelerator, as cuda; auto takes an accelerator if any"
@@ -125,6 +127,12 @@ class _Execution(_Group):
     )
     sync_batchnorm: bool = Field(False, description="BatchNorm statistics over all ranks")
     num_workers: Annotated[int, Everyday] = Field(0, ge=0, le=MOST_PROCESSES, description="loader processes per rank")
+    prefetch_factor: int | None = Field(
+        None, gt=0, le=MOST_PREFETCHED, description="batches that each loader process fetches ahead (default 2)"
+    )
+    numa_binding: Literal["node", "socket", "exclusive", "core-complex"] | None = Field(
+        None, description="bind each rank to the cores near its CUDA device, as torchrun does (default: not)"
+    )
 
 
 class _Evaluation(_Group):

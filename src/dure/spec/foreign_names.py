@@ -123,6 +123,8 @@ _PLACES = {
     "use {precision} bf16 or fp16": (
         *("fp16", "bf16", "half", "amp", "use_amp", "mixed_precision", "autocast", "bfloat16", "float16", "dtype"),
     ),
+    "use {precision} tf32": ("tf32", "allow_tf32", "float32_matmul_precision"),
+    "use {prefetch_factor}": ("prefetch", "dataloader_prefetch_factor"),
     "use {num_workers}": (
         *("workers", "j", "num_data_workers", "dataloader_num_workers", "loader_workers", "data_workers", "n_workers"),
     ),

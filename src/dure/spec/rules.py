@@ -47,6 +47,15 @@ RULES = (
         fault=lambda spec: "backend nccl cannot reach device cpu: choose gloo, or another device",
     ),
     Rule(
+        fields=("prefetch_factor", "num_workers"),
+        blame="prefetch_factor",
+        is_broken=lambda spec: spec.prefetch_factor is not None and spec.num_workers == 0,
+        fault=lambda spec: (
+            f"prefetch_factor is {spec.prefetch_factor} but there is no loader process to fetch ahead: set num_workers"
+            " too, or leave prefetch_factor out"
+        ),
+    ),
+    Rule(
         fields=("compile_mode", "compile"),
         blame="compile_mode",
         is_broken=lambda spec: spec.compile_mode is not None and not spec.compile,

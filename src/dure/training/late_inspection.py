@@ -124,7 +124,7 @@ class LateInspection:
             return None
         before = ObjectState({**strategy.objects, "model": strategy.model})
         buffers = KeptBuffers(strategy.model)
-        is_exact = strategy.precision.name == "fp32" and not strategy.traits.autocasts
+        is_exact = strategy.precision.is_exact and not strategy.traits.autocasts
         tolerance = tolerance_of(strategy.model, is_exact=is_exact)
         try:
             losses = few_losses(session, loader, num_samples, tolerance)

@@ -97,6 +97,21 @@ def cut(indices, size):
     return [indices[i : i + size] for i in range(0, len(indices), size)]
 
 
+@pytest.mark.parametrize(("factor", "num_ahead"), [(None, 2), (5, 5)])
+def test_loaders_fetch_as_far_ahead_as_they_are_told(factor, num_ahead):
+    def requests():
+        for index in range(20):
+            asked.append(index)
+            yield FetchRequest(0, np.arange(index, index + 1))
+
+    asked = []
+    loader = Loader(SampleFetch(Drawing(), default_collate, 0), CPU, 1, factor)
+    batches = loader.batches(requests())
+    next(batches)
+    assert len(asked) == num_ahead + 1
+    del batches
+
+
 @pytest.mark.parametrize("workers", [0, 2])
 @pytest.mark.parametrize(
     "data",

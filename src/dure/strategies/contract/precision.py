@@ -1,4 +1,4 @@
-"""Autocast and loss scaling: the only module that knows the meaning of `fp32`, `bf16` and `fp16`."""
+"""Autocast and loss scaling: the only module that knows the meaning of `fp32`, `tf32`, `bf16` and `fp16`."""
 
 import traceback
 from contextlib import AbstractContextManager, nullcontext
@@ -8,16 +8,30 @@ import torch
 from torch.optim import Optimizer
 
 from dure.errors import TaskInvalid, message_of
-from dure.host.device_kinds import autocast_dtypes
+from dure.host.device_kinds import autocast_dtypes, device_kind
+
+_settings_before: list[str] = []
+"""Setting of torch for products in float32 before this module changed it."""
 
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 _AS_IT_IS = nullcontext()
 
 
+def allow_tf32(is_allowed: bool) -> None:
+    """Compute products of float32 matrices on tensor cores, with 10 bits of mantissa, or as the program had it."""
+    if is_allowed and not _settings_before:
+        _settings_before.append(torch.get_float32_matmul_precision())
+    if is_allowed:
+        torch.set_float32_matmul_precision("high")
+    elif _settings_before:
+        torch.set_float32_matmul_precision(_settings_before.pop())
+
+
 class Precision:
     """Precision of a forward pass, and the scaling that keeps its gradients in range.
 
-    `fp32` leaves the model's own dtypes alone (a float64 model stays float64). `bf16` and `fp16` run the forward
+    `fp32` leaves the model's own dtypes alone (a float64 model stays float64), and so does `tf32`, with which CUDA
+    devices multiply float32 matrices in fewer bits (`allow_tf32`). `bf16` and `fp16` run the forward
     pass under autocast with the parameters as they are. `fp16` also scales the loss (Micikevicius et al. 2018,
     section 3.2): one scale for all microsteps of a step, unscaled once before clipping.
     """
@@ -30,9 +44,19 @@ class Precision:
             # the scaler creates its scale at the first call, in which device threads of balanced_dp would race
             self.scaler.scale(torch.zeros(1, device=device_type))
 
+    @property
+    def is_exact(self) -> bool:
+        """True if operations are computed in the dtypes of their tensors."""
+        return self.name == "fp32"
+
+    @property
+    def is_autocast(self) -> bool:
+        """True if `autocast` changes dtypes."""
+        return self.name in _DTYPES
+
     def autocast(self) -> AbstractContextManager[Any]:
         """Return the context in which model and loss are computed."""
-        if self.name == "fp32":
+        if not self.is_autocast:
             return _AS_IT_IS
         return torch.autocast(self.device_type, dtype=_DTYPES[self.name])
 
@@ -72,9 +96,11 @@ class Precision:
 
 
 def fault_of_precision(name: str, device_type: str) -> str | None:
-    """Return a sentence if autocast has not this precision on a kind of devices; torch would only warn of that."""
+    """Return a sentence if a kind of devices does not have a precision, of which torch would at most warn."""
+    if name == "tf32" and not device_kind(device_type).has_tf32:
+        return f"precision is tf32, in which {device_type} devices do not compute: use fp32"
     dtypes = autocast_dtypes(device_type)
-    if name == "fp32" or dtypes is None or _DTYPES[name] in dtypes:
+    if name not in _DTYPES or dtypes is None or _DTYPES[name] in dtypes:
         return None
     known = [precision for precision, dtype in _DTYPES.items() if dtype in dtypes]
     return (

@@ -146,7 +146,7 @@ class Strategy(ABC):
         if self.rules.divides_state and self.group.world_size * len(self.devices) > 1:
             self.state_guard = StateGuard(self.built_optimizer, self.info.name)
         self.watch = self.watched_parameters()
-        is_plain = type(self).computed is Strategy.computed and self.precision.name == "fp32"
+        is_plain = type(self).computed is Strategy.computed and not self.precision.is_autocast
         self._is_bare = is_plain and self.watch.is_light and self.state_guard is _AS_IT_IS
 
     def compile_model(self) -> None:

@@ -53,7 +53,7 @@ class Compression(ABC):
         self.world_size = dist.get_world_size(process_group)
         self.step = StepSums()
         self.measures_error = True
-        """Whether the error of each step is computed for its record."""
+        """True if the error of each step is computed for its record."""
         self.unit: float | None = None
         """Divisor of the losses of the last reduced gradients; None for means, whose divisor is constant."""
 

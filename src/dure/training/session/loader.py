@@ -180,10 +180,13 @@ def _next_draws() -> tuple[float, float, int]:
 class Loader:
     """Source of batches on the device for a sequence of requests, in order, with or without loader processes."""
 
-    def __init__(self, fetch: SampleFetch, device: torch.device, num_workers: int) -> None:
+    def __init__(
+        self, fetch: SampleFetch, device: torch.device, num_workers: int, prefetch_factor: int | None = None
+    ) -> None:
         self._fetch = fetch
         self._device = device
         self._num_workers = num_workers
+        self._prefetch_factor = prefetch_factor
 
     @property
     def seed(self) -> int:
@@ -236,6 +239,7 @@ class Loader:
             self._fetch,
             batch_sampler=cast(Any, _Requests(requests)),
             num_workers=self._num_workers,
+            prefetch_factor=self._prefetch_factor,
             collate_fn=_as_it_is,
             worker_init_fn=partial(_begin_loading, os.getpid()),
             pin_memory=copies_beside(self._device.type),

@@ -24,14 +24,14 @@ from dure.strategies.contract.abilities import faults_of_model, role_of
 from dure.strategies.contract.context import StrategyContext
 from dure.strategies.contract.declarations import depends_on_ranks, few
 from dure.strategies.contract.loss_traits import LossTraits
-from dure.strategies.contract.precision import Precision
+from dure.strategies.contract.precision import Precision, allow_tf32
 from dure.strategies.contract.strategy import LossFunction, Strategy
 from dure.strategies.state.hooks import without_new_hooks
 from dure.strategies.state.objects.used_globals import state_outside
 from dure.strategies.state.shared_storage import sharing_memory
 from dure.strategies.table import STRATEGIES, load_strategy
 from dure.terminal import print_status
-from dure.torchcompat import import_late_parts, reads_of_world_size, settle_engine
+from dure.torchcompat import bind_to_numa_node, import_late_parts, reads_of_world_size, settle_engine
 from dure.training.objects.kept_state import KeptState
 from dure.training.seeds import make_deterministic, seed_everything
 from dure.training.session.data_state import DataState
@@ -98,6 +98,9 @@ def open_rank_group(spec: RunSpec, place: Place) -> tuple[Group, tuple[torch.dev
     if abilities.times_convolutions:
         # before the task's own code, which may disable it
         torch.backends.cudnn.benchmark = not spec.deterministic
+    if spec.numa_binding is not None and abilities.has_address:
+        bind_to_numa_node(devices[0].index, spec.numa_binding)
+    allow_tf32(spec.precision == "tf32")
     if spec.deterministic:
         make_deterministic()
     torch.set_num_threads(place.threads)
@@ -258,7 +261,7 @@ class _Data:
 
         def loader(data: Any, method: str) -> Loader:
             check_dataset(data, f"{type(task).__name__}.{method}")
-            return Loader(SampleFetch(data, task.collate, spec.seed), device, spec.num_workers)
+            return Loader(SampleFetch(data, task.collate, spec.seed), device, spec.num_workers, spec.prefetch_factor)
 
         train_loader = loader(train_data, "train_data")
         return cls(

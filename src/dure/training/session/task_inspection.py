@@ -240,7 +240,7 @@ def inspection_of(
     objects = {**copied, **strategy.objects}
     additivity = Additivity(
         LossCalls(task.loss, model, _fetch_of(loader, order), objects, strategy.precision.autocast),
-        is_exact=strategy.precision.name == "fp32",
+        is_exact=strategy.precision.is_exact,
         is_divided=strategy.group.world_size * len(strategy.devices) > 1 or bool(strategy.spec.microbatch_size),
         most_at_once=strategy.spec.microbatch_size or strategy.parts.default_size() or even,
         has_random_batches=lambda: loader.has_collate_drawn,

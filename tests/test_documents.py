@@ -64,16 +64,23 @@ def test_file_when_it_is_a_pipe_or_endless_then_is_refused_at_once(tmp_path: Pat
         (b"a = " + b"[" * 150 + b"]" * 150, "nested more than 100 deep"),
         (b"a = " + b"1" * 5000, "cannot be read: Exceeds the limit"),
         (b"a = [{b = 0x" + b"f" * 5000 + b"}]", "has an integer of more than 1024 bits"),
+        (b".".join([b"a"] * 50_000) + b" = 1", "^is nested more than 100 deep"),
+        (b"a = {" + b" . ".join([b"b"] * 50_000) + b" = 1}", "^is nested more than 100 deep"),
         (b"a = 1\na = 2", "is not valid TOML"),
         (b"a = '\xff'", "is not UTF-8"),
         (b"#" * (documents.MOST_TOML_BYTES + 1), "has more than 1.0 MiB"),
     ],
-    ids=range(7),
+    ids=range(9),
 )
 def test_toml_when_it_is_hostile_then_is_refused_in_words(tmp_path: Path, text: bytes, said: str) -> None:
     (tmp_path / "a.toml").write_bytes(text)
     with pytest.raises(DocumentInvalid, match=said):
         read_toml(tmp_path / "a.toml")
+
+
+def test_toml_when_a_text_has_many_sentences_then_is_read(tmp_path: Path) -> None:
+    (tmp_path / "a.toml").write_text(f'a = """\n{"One more. " * 1000}"""\nb = [{"0.5, " * 1000}]\n')
+    assert len(read_toml(tmp_path / "a.toml")["b"]) == 1000
 
 
 def test_lines_when_some_are_hostile_then_the_others_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,6 +6,7 @@ comes. The caller checks the contents of fields.
 
 import json
 import os
+import re
 import stat
 import tomllib
 from collections import deque
@@ -23,6 +24,8 @@ MOST_DEPTH = 100
 """Maximum nesting of lists and objects. Python code that processes the result recurses as deeply again, several frames
 each.
 """
+_LONG_KEY = re.compile(r"(?:^|[={,])(?:[ \t]*[^\s={#,.]+[ \t]*\.){200}", re.MULTILINE)
+"""Key of twice as many parts as there may be levels."""
 
 
 class DocumentInvalid(ValueError):
@@ -47,7 +50,12 @@ def read_toml(path: Path) -> dict[str, Any]:
         OSError: The system cannot read it.
     """
     try:
-        found = tomllib.loads(read_bytes(path, at_most=MOST_TOML_BYTES).decode())
+        text = read_bytes(path, at_most=MOST_TOML_BYTES).decode()
+        if _LONG_KEY.search(text):  # Python's parser takes seconds for one of thousands of parts
+            raise DocumentInvalid(_too_deep(MOST_DEPTH))
+        found = tomllib.loads(text)
+    except DocumentInvalid:
+        raise
     except tomllib.TOMLDecodeError as error:
         raise DocumentInvalid(f"is not valid TOML: {error}") from None
     except UnicodeDecodeError as error:

@@ -281,21 +281,8 @@ class RunDir:
             raise _damaged(self.path / SUMMARY, error) from None
 
     def write_end(self, summary: Mapping[str, Any]) -> None:
-        """Write the summary of the last attempt."""
-        self.write_json(SUMMARY, summary)
-        attempts = [event.time for event in self.events() if isinstance(event, Attempt)]
-        if attempts:
-            self._date_summary(attempts[-1], is_of_this_attempt=True)
-
-    def _date_summary(self, begun: float, *, is_of_this_attempt: bool) -> None:
-        """Set the file time of the summary to the right side of the attempt's begin if a clock was set meanwhile."""
-        path = self.path / SUMMARY
-        with contextlib.suppress(OSError, OverflowError):
-            found = path.lstat().st_mtime
-            # a file system may keep whole seconds only
-            dated = max(found, begun) if is_of_this_attempt else min(found, begun - 1)
-            if dated != found:
-                os.utime(path, (dated, dated), follow_symlinks=False)
+        """Write the summary of the last attempt, and which one that is."""
+        self.write_json(SUMMARY, {**summary, "attempts": self.num_attempts()})
 
     def undo_records_after(self, samples_seen: int) -> None:
         """Move the records of steps that a resumed run will repeat to `undone.jsonl`.
@@ -433,9 +420,7 @@ class RunDir:
             with os_errors_as_sentences(self.path / LOCK, "written"):
                 os.ftruncate(descriptor, 0)
                 os.pwrite(descriptor, f"{owner}\n".encode(), 0)
-            attempt = Attempt(pid=owner, host=platform.node())
-            self.append_event(attempt)
-            self._date_summary(attempt.time, is_of_this_attempt=False)
+            self.append_event(Attempt(pid=owner, host=platform.node()))
         except DiskFull:
             if not self.is_script and not (self.path / SPEC).is_file():
                 self.discard()

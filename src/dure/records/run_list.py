@@ -104,7 +104,12 @@ def _status(run: RunDir, end: RunEnd | None) -> str:
     """Return the status of a run. A summary older than the last attempt belongs to an earlier attempt."""
     if run.is_active():
         return "running"
-    attempts = [event.time for event in run.events() if isinstance(event, Attempt)]
-    if end is None or (attempts and (run.path / SUMMARY).stat().st_mtime < attempts[-1] - _CLOCK_SLACK_SECONDS):
-        return "died"
-    return end.status
+    return "died" if end is None or _is_of_earlier_attempt(run, end) else end.status
+
+
+def _is_of_earlier_attempt(run: RunDir, end: RunEnd) -> bool:
+    if end.attempts is not None:
+        return end.attempts < run.num_attempts()
+    # of a version that did not count them
+    times = [event.time for event in run.events() if isinstance(event, Attempt)]
+    return bool(times) and (run.path / SUMMARY).stat().st_mtime < times[-1] - _CLOCK_SLACK_SECONDS

@@ -156,6 +156,8 @@ class RunEnd:
     num_devices: Count | None = None
     samples: Count | None = None
     best: dict[Text, Text | Number | None] | None = None
+    attempts: Count | None = None
+    """Number of the attempt that it ended."""
 
     @classmethod
     def from_json(cls, found: object) -> "RunEnd":

@@ -40,7 +40,7 @@ def test_checkpoints_when_written_beside_training_have_the_bytes_of_those_that_a
 
 
 def digests(path: Path) -> dict[str, str]:
-    return {name: entry.sha256 for name, entry in verify(path).files.items()}
+    return {name: entry.digest for name, entry in verify(path).files.items()}
 
 
 class Meddling(Regression):

@@ -115,9 +115,9 @@ def test_checkpoint_when_somebody_made_it_to_do_harm_is_refused_and_memory_does_
 def test_manifest_when_a_newer_dure_wrote_it_says_so_and_is_never_removed(tmp_path):
     store, _ = new_store(tmp_path, keep=1)
     path = save_at(store, 8).path
-    (path / "manifest.json").write_bytes(seal(verify(path).model_copy(update={"version": 2})))
+    (path / "manifest.json").write_bytes(seal(verify(path).model_copy(update={"version": 3})))
     with pytest.raises(
-        CheckpointMismatch, match="samples-000000000008 does not fit: it has format 2 and this dure reads"
+        CheckpointMismatch, match="samples-000000000008 does not fit: it has format 3 and this dure reads"
     ):
         verify(path)
 

@@ -4,12 +4,16 @@ import errno
 import os
 import shutil
 import stat
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from hashlib import sha256
 from pathlib import Path
+from typing import Any
+
+import xxhash
 
 from dure.errors import CheckpointDamaged, DiskFull
-from dure.own_files import open_own, sync_folder
+from dure.own_files import sync_folder
+from dure.training.checkpoints.direct_file import Buffer, DirectFile
 from dure.units import format_bytes
 
 FULL_TEXT = "found no space left"
@@ -18,30 +22,51 @@ FULL_TEXT = "found no space left"
 HALF_REPLACED = ".*.writing"
 """Pattern of the names of files that `replace_file` has begun to write."""
 
-Buffer = bytes | bytearray | memoryview
+_DIGESTS: dict[str, Callable[[], Any]] = {"xxh3_128": xxhash.xxh3_128, "sha256": sha256}
+"""Digests of files by name: the first is written, the others are of earlier versions."""
+
+
+class FileDigest:
+    """Digest of a file's bytes in order.
+
+    It detects what disks and networks change. Nothing here is safe from a person who may write to the folder, who
+    could change the digest too.
+    """
+
+    def __init__(self, like: str = "xxh3_128:") -> None:
+        """Begin a digest of the kind of another, as `text` gave it."""
+        self._kind = like.partition(":")[0]
+        self._digest: Any = _DIGESTS[self._kind]()
+
+    def update(self, data: Buffer) -> None:
+        """Add bytes."""
+        self._digest.update(data)
+
+    def text(self) -> str:
+        """Return the digest after its kind: `xxh3_128:` and 32 hexadecimal digits."""
+        return f"{self._kind}:{self._digest.hexdigest()}"
 
 
 def write_new_file(path: Path, buffers: Iterable[Buffer]) -> tuple[int, str]:
-    """Write a new file, flush it to disk, and return its size and SHA-256.
+    """Write a new file, flush it to disk, and return its size and digest.
 
-    The hash is of the bytes passed to the system, so that later changes by a disk or a network are detected.
+    The digest is of the bytes passed to the system, so that later changes by a disk or a network are detected.
 
     Raises:
         DiskFull: The file system or a quota has no space for it.
         OSError: The file exists, or the system refuses it for another reason.
     """
-    digest, num_bytes = sha256(), 0
+    digest, num_bytes = FileDigest(), 0
     try:
-        with open(path, "xb", opener=open_own) as file:
+        with DirectFile(path) as file:
             for buffer in buffers:
                 digest.update(buffer)
                 num_bytes += file.write(buffer)
             file.flush()
-            os.fsync(file.fileno())
     except OSError as error:
         raise_if_full(error, path)
         raise
-    return num_bytes, digest.hexdigest()
+    return num_bytes, digest.text()
 
 
 def replace_file(path: Path, text: str) -> None:
@@ -103,7 +128,7 @@ def _fault_of(descriptor: int, num_bytes: int | None, at_most: int | None) -> st
 
 
 def read_verified(path: Path, num_bytes: int, digest: str) -> bytearray:
-    """Read a file once and return its bytes if size and SHA-256 match those written.
+    """Read a file once and return its bytes if size and digest match those written.
 
     The checked bytes are the bytes that are used; nothing is read a second time.
 
@@ -118,21 +143,23 @@ def read_verified(path: Path, num_bytes: int, digest: str) -> bytearray:
             if not got:
                 raise CheckpointDamaged(f"{path.name} ended after {filled} of {num_bytes} bytes")
             filled += got
-    check_digest(path, sha256(data).hexdigest(), digest)
+    seen = FileDigest(digest)
+    seen.update(data)
+    check_digest(path, seen, digest)
     return data
 
 
 def check_file(path: Path, num_bytes: int, digest: str) -> None:
-    """Check a file's size and SHA-256 without keeping its bytes.
+    """Check a file's size and digest without keeping its bytes.
 
     Raises:
         CheckpointDamaged: The file is missing, or has another size or hash.
     """
-    buffer, seen = bytearray(2**20), sha256()
+    buffer, seen = bytearray(2**20), FileDigest(digest)
     with open(open_regular(path, num_bytes), "rb", buffering=0) as file:
         while got := read_some(file.fileno(), memoryview(buffer), path):
             seen.update(memoryview(buffer)[:got])
-    check_digest(path, seen.hexdigest(), digest)
+    check_digest(path, seen, digest)
 
 
 def read_some(descriptor: int, into: memoryview, path: Path) -> int:
@@ -147,11 +174,13 @@ def read_some(descriptor: int, into: memoryview, path: Path) -> int:
         raise CheckpointDamaged(f"{path.name} cannot be read ({error.strerror})") from error
 
 
-def check_digest(path: Path, seen: str, written: str) -> None:
-    """Compare the SHA-256 of a file with the one recorded when it was written.
+def check_digest(path: Path, seen: FileDigest, written: str) -> None:
+    """Compare the digest of a file with the one recorded when it was written.
 
     Raises:
         CheckpointDamaged: They differ.
     """
-    if seen != written:
-        raise CheckpointDamaged(f"{path.name} was altered: its SHA-256 is {seen[:16]}… and was {written[:16]}…")
+    if seen.text() != written:
+        kind, _, digits = written.partition(":")
+        now = seen.text().partition(":")[2]
+        raise CheckpointDamaged(f"{path.name} was altered: its {kind} is {now[:16]}… and was {digits[:16]}…")

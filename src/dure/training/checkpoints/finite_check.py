@@ -10,7 +10,7 @@ from torch.nn.parameter import is_lazy
 
 from dure.errors import WeightsNotFinite
 from dure.strategies.state.tensor_shard import own_shard
-from dure.training.checkpoints.durable_files import Buffer
+from dure.training.checkpoints.direct_file import Buffer
 
 _INFINITY: dict[torch.dtype, np.unsignedinteger[Any]] = {
     torch.float64: np.uint64(0x7FF0000000000000),

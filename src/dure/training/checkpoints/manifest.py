@@ -1,4 +1,4 @@
-"""Manifest of a checkpoint: its contents and files, with sizes and SHA-256; written last.
+"""Manifest of a checkpoint: its contents and files, with sizes and digests; written last.
 
 The manifest seals itself: its last lines are the SHA-256 of every byte before them. They are compared byte by byte, so
 that any changed bit, even in white space, is detected. It stays plain JSON, readable by a person or `jq`.
@@ -11,7 +11,7 @@ from math import prod
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from dure.errors import CheckpointDamaged, CheckpointMismatch
 from dure.strategies.state.tensor_shard import Rectangle
@@ -21,7 +21,8 @@ from dure.training.checkpoints.safetensors_file import DTYPES
 MANIFEST_NAME = "manifest.json"
 MANIFEST_MAX_BYTES = 256 * 2**20
 """Size of a manifest of about a million tensors; larger files are refused, because they would only fill the memory."""
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
+_READ_VERSIONS = (1, 2)
 
 FileName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,99}\.(safetensors|json)$")]
 """File name without a slash or a leading dot, so that a manifest cannot name a file outside its directory."""
@@ -36,7 +37,17 @@ class FileEntry(_Strict):
     """A file of the checkpoint, as its writer passed it to the system."""
 
     num_bytes: Size
-    sha256: str = Field(pattern=r"^[0-9a-f]{64}$")
+    digest: str = Field(pattern=r"^(xxh3_128:[0-9a-f]{32}|sha256:[0-9a-f]{64})$")
+    """Kind and digits of the digest of its bytes."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _of_format_1(cls, found: Any) -> Any:
+        """Read an entry of format 1, which had no other digest than SHA-256."""
+        if not (isinstance(found, dict) and isinstance(found.get("sha256"), str)):
+            return found
+        others = {name: value for name, value in found.items() if name != "sha256"}
+        return {**others, "digest": f"sha256:{found['sha256']}"}
 
 
 class PieceEntry(_Strict):
@@ -178,9 +189,10 @@ def unseal(data: bytes) -> Manifest:
         raise CheckpointDamaged(f"{MANIFEST_NAME} was altered or cut: its own SHA-256 does not fit")
     text = body.removesuffix(b",\n") + b"}"
     try:
-        if (version := _Version.model_validate_json(text).version) != FORMAT_VERSION:
+        if (version := _Version.model_validate_json(text).version) not in _READ_VERSIONS:
             raise CheckpointMismatch(
-                f"it has format {version} and this dure reads format {FORMAT_VERSION}: use the dure that wrote it"
+                f"it has format {version} and this dure reads format {FORMAT_VERSION} and below: use the dure that "
+                "wrote it"
             )
         manifest = Manifest.model_validate_json(text)
     except ValidationError as error:

@@ -11,7 +11,8 @@ from torch import Tensor
 from dure.documents import parse_json
 from dure.errors import TaskInvalid
 from dure.strategies.state.tensor_shard import TensorShard, as_shard, memory_of, whole
-from dure.training.checkpoints.durable_files import Buffer, write_new_file
+from dure.training.checkpoints.direct_file import Buffer
+from dure.training.checkpoints.durable_files import write_new_file
 from dure.training.checkpoints.finite_check import FiniteCheck
 from dure.training.checkpoints.kept_tensors import check_apart, check_kind
 from dure.training.checkpoints.manifest import FileEntry, PieceEntry, TensorEntry
@@ -135,10 +136,10 @@ class RankShard:
             names = [None, *(tensor for tensor in layout.order if tensors[tensor].numel())]
             buffers = _in_turns(zip(names, file_buffers(tensors, layout), strict=True), check, between)
             size, digest = write_new_file(directory / name, buffers)
-            written[name] = FileEntry(num_bytes=size, sha256=digest)
+            written[name] = FileEntry(num_bytes=size, digest=digest)
         if self.rank == 0:
             size, digest = write_new_file(directory / STATE_NAME, [self.state])
-            written[STATE_NAME] = FileEntry(num_bytes=size, sha256=digest)
+            written[STATE_NAME] = FileEntry(num_bytes=size, digest=digest)
         return written
 
     def entries(self, part: str, pieces: list[PieceTable]) -> dict[str, TensorEntry]:

@@ -50,7 +50,7 @@ def verify(path: Path) -> Manifest:
     try:
         manifest = read_manifest(path)
         for name, entry in manifest.files.items():
-            check_file(path / name, entry.num_bytes, entry.sha256)
+            check_file(path / name, entry.num_bytes, entry.digest)
     except (CheckpointDamaged, CheckpointMismatch) as error:
         raise _named(error, path.name) from error
     return manifest
@@ -351,7 +351,7 @@ def _read(path: Path, manifest: Manifest, name: str) -> bytearray:
     if name not in manifest.files:
         raise CheckpointDamaged(f"{name} is not among its files")
     entry = manifest.files[name]
-    return read_verified(path / name, entry.num_bytes, entry.sha256)
+    return read_verified(path / name, entry.num_bytes, entry.digest)
 
 
 def _read_own(path: Path, manifest: Manifest, rank: int) -> dict[str, Tensor]:

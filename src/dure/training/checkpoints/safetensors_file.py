@@ -17,7 +17,7 @@ from torch import Tensor
 from dure.documents import parse_json
 from dure.errors import CheckpointDamaged
 from dure.torchcompat import bytes_of
-from dure.training.checkpoints.durable_files import Buffer
+from dure.training.checkpoints.direct_file import Buffer
 
 DTYPE_NAMES: dict[torch.dtype, str] = {
     torch.float64: "F64",

@@ -1,7 +1,7 @@
 """Checkpoints of a run: at any time the newest complete one can be found and is known to be intact.
 
 A checkpoint starts as a new directory with a temporary name. Every rank writes its files and flushes them to disk; the
-manifest with their sizes and SHA-256 follows last; one rename makes the directory visible. A crash at any moment
+manifest with their sizes and digests follows last; one rename makes the directory visible. A crash at any moment
 therefore leaves the old checkpoints and at most a `.writing-` directory. That is not a checkpoint, and is removed at
 the next start. Nothing is ever written into an existing checkpoint directory.
 

@@ -7,7 +7,6 @@ import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from hashlib import sha256
 from itertools import product
 from math import prod
 from pathlib import Path
@@ -18,7 +17,7 @@ from torch import Tensor
 from dure.errors import CheckpointDamaged
 from dure.strategies.state.tensor_shard import Rectangle
 from dure.torchcompat import bytes_of
-from dure.training.checkpoints.durable_files import check_digest, open_regular, read_some
+from dure.training.checkpoints.durable_files import FileDigest, check_digest, open_regular, read_some
 from dure.training.checkpoints.manifest import FileEntry
 from dure.training.checkpoints.safetensors_file import (
     DTYPE_NAMES,
@@ -67,7 +66,7 @@ def read_tensors(
         except _ContentsInvalid as error:
             fault = error  # an altered file may look like this, too
         stream.skip_to(file.num_bytes)
-        check_digest(path, stream.digest.hexdigest(), file.sha256)
+        check_digest(path, stream.digest, file.digest)
         if fault is not None:
             raise CheckpointDamaged(str(fault))
 
@@ -79,8 +78,8 @@ class _ContentsInvalid(Exception):
 class _Stream:
     """Bytes of a file in order, each hashed as it is read."""
 
-    def __init__(self, path: Path, descriptor: int) -> None:
-        self.digest = sha256()
+    def __init__(self, path: Path, descriptor: int, digest: FileDigest) -> None:
+        self.digest = digest
         self._path = path
         self._descriptor = descriptor
         self._position = 0
@@ -114,7 +113,7 @@ class _Stream:
 def _opened(path: Path, file: FileEntry) -> Iterator[_Stream]:
     descriptor = open_regular(path, file.num_bytes)
     try:
-        yield _Stream(path, descriptor)
+        yield _Stream(path, descriptor, FileDigest(file.digest))
     finally:
         os.close(descriptor)
 

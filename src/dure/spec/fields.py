@@ -94,10 +94,10 @@ class _Execution(_Group):
         None, gt=0, description="most samples per backward on one device"
     )
     precision: Annotated[Literal["fp32", "tf32", "bf16", "fp16"], Everyday] = Field(
-        "fp32", description="tf32: products of 19 bits on CUDA; bf16, fp16: autocast; fp16 scales the loss"
+        "fp32", description="bf16, fp16: autocast; fp16 scales the loss; tf32: on CUDA"
     )
     device: Annotated[str, Everyday] = Field(
-        "auto", description="cpu, or the kind of torch's accelerator, as cuda; auto takes an accelerator if any"
+        "auto", description="cpu, or the kind of an accelerator, as cuda; auto: one if any"
     )
     share_devices: bool = Field(False, description="let several processes use one device")
     backend: str = Field(

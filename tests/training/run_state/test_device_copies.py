@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from dure.host.device_kinds import KINDS
 from dure.training.checkpoints import staging
 from dure.training.run_state import snapshot_policy as memory_saver
 from dure.training.run_state.capture import Progression
@@ -105,6 +106,7 @@ def away(monkeypatch: pytest.MonkeyPatch, streams: Streams) -> list[tuple[str, i
     pinned: list[tuple[str, int]] = []
     for module in (snapshot_writer, memory_saver):
         monkeypatch.setattr(module, "can_copy_beside", lambda tensor: tensor.is_floating_point())
+    monkeypatch.setattr(snapshot_writer, "device_kind", lambda kind: KINDS["cuda"])
     compat = snapshot_writer.torchcompat
     monkeypatch.setattr(compat, "pin_host_memory", lambda address, size: pinned.append(("pin", size)) or True)
     monkeypatch.setattr(compat, "unpin_host_memory", lambda address: pinned.append(("unpin", 0)))

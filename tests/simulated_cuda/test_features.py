@@ -111,6 +111,26 @@ def test_synchronised_batchnorm_trains_as_one_process(folder: Path) -> None:
     assert largest_difference(weights_of(run), expected) < TO_ROUNDING
 
 
+class Expanded(Regression):
+    """A task whose batches hold tensors that `expand` returned."""
+
+    def train_data(self) -> list[Any]:
+        data = super().train_data()
+        return [data[index] for index in range(len(data))]
+
+    def collate(self, samples: Any) -> Any:
+        x, y, mask = (torch.stack(parts) for parts in zip(*samples, strict=True))
+        return x[:, :1].expand(-1, x.shape[1], -1), y, mask
+
+
+@on_devices(2)
+def test_batches_that_expand_one_number_over_many_are_copied(folder: Path) -> None:
+    expected = weights_of(train_case(folder, Expanded(), **STEPS))
+    for num_workers in (0, 1):
+        run = train_case(folder, Expanded(), "ddp", 2, device="cuda", num_workers=num_workers, **STEPS)
+        assert largest_difference(weights_of(run), expected) < TO_ROUNDING
+
+
 class Breaking(Regression):
     """A task whose second rank meets a broken device in its sixth step, once."""
 

@@ -235,14 +235,15 @@ class Loader:
         return (to_device(batch, self._device) for batch in host_batches)
 
     def _with_workers(self, requests: Iterable[FetchRequest]) -> Iterator[Any]:
+        is_pinned = copies_beside(self._device.type)
         loader = DataLoader(
             self._fetch,
             batch_sampler=cast(Any, _Requests(requests)),
             num_workers=self._num_workers,
             prefetch_factor=self._prefetch_factor,
-            collate_fn=_as_it_is,
+            collate_fn=_pinnable if is_pinned else _as_it_is,
             worker_init_fn=partial(_begin_loading, os.getpid()),
-            pin_memory=copies_beside(self._device.type),
+            pin_memory=is_pinned,
             # regardless of the start method of the program or Python 3.14: data need not be picklable, a fork server is
             # not the rank's child, and a fresh interpreter could not import the task's file under its name here
             multiprocessing_context="fork",
@@ -279,7 +280,14 @@ def _copied_beside(host_batches: Iterable[Any], device: torch.device) -> Iterato
 
 
 def _pinned(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor if tensor.device.type != "cpu" or tensor.is_pinned() else tensor.pin_memory()
+    return tensor if tensor.device.type != "cpu" or tensor.is_pinned() else _written_out(tensor).pin_memory()
+
+
+def _written_out(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a tensor with memory for each element: torch does not pin those that `expand` returns."""
+    if tensor.layout != torch.strided or tensor.is_nested or 0 not in tensor.stride():
+        return tensor
+    return tensor.contiguous()
 
 
 class _Requests:
@@ -294,6 +302,10 @@ class _Requests:
 
 def _as_it_is(batch: Any) -> Any:
     return batch
+
+
+def _pinnable(batch: Any) -> Any:
+    return map_tensors(batch, _written_out)
 
 
 def _begin_loading(rank_pid: int, worker_id: int) -> None:

@@ -35,6 +35,15 @@ LOST = GpuHealth(has_answered=True, is_lost=True, troubles=("is lost and no long
 UNSAID = GpuHealth()
 
 
+def test_error_of_a_device_of_another_kind_says_that_it_may_be_the_device():
+    found = device_error(torch.AcceleratorError("FieldGPU error: the queue was lost"))
+    assert found is not None
+    assert found.message == "FieldGPU error: the queue was lost (its device failed, or a kernel on it did)"
+    assert found.advice.startswith("run it once more, and if it fails again look at the device")
+    assert (found.is_nobodys, found.is_lost) == (False, False)
+    assert device_error(torch.AcceleratorError("CUDA error: of no known kind")) is None
+
+
 def raised(text: str, code: int | None = None) -> Exception:
     """Return what torch raises: an AcceleratorError, which newer ones give the code."""
     error = torch.AcceleratorError(text + ADVICE.format(name="cudaErrorX"))

@@ -76,17 +76,23 @@ def test_draws_of_devices_go_on_after_a_restart(strategy, devices_from_outside, 
 
 
 def check_features(folder: Path) -> None:
-    """Compare runs with halves, synchronised BatchNorm and compression with those of the CPU."""
+    """Compare runs with halves, BatchNorm, compression and averaged replicas with those of the CPU."""
     task = Regression(layered=True, dtype="float32")
     expected = weights_of(train_case(folder, task, **STEPS))
     for precision in ("bf16", "fp16"):
         run = train_case(folder, task, "ddp", 2, device=KIND, precision=precision, **STEPS)
         assert largest_difference(weights_of(run), expected) < IN_HALVES, precision
-    cases = ((Normalised(), {"sync_batchnorm": True}), (Regression(layered=True), {"compression": "int8"}))
-    for task, settings in cases:
-        on_cpu = weights_of(train_case(folder, task, "ddp", 2, **settings, **STEPS))
-        run = train_case(folder, task, "ddp", 2, device=KIND, **settings, **STEPS)
-        assert largest_difference(weights_of(run), on_cpu) < TO_ROUNDING, settings
+    cases = (
+        (Normalised(), "ddp", {"sync_batchnorm": True}),
+        (Normalised(), "fsdp", {}),
+        (Regression(layered=True), "ddp", {"compression": "int8"}),
+        (Regression(), "averaging", {}),
+        (Regression(), "diloco", {}),
+    )
+    for task, strategy, settings in cases:
+        on_cpu = weights_of(train_case(folder, task, strategy, 2, **settings, **STEPS))
+        run = train_case(folder, task, strategy, 2, device=KIND, **settings, **STEPS)
+        assert largest_difference(weights_of(run), on_cpu) < TO_ROUNDING, (strategy, settings)
 
 
 def test_features_of_training(devices_from_outside, tmp_path):

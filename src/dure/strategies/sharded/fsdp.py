@@ -149,6 +149,8 @@ class FSDP(ShardedStrategy):
         for scalar in self.scalars:
             torchcompat.give_data(scalar, scalar.data.to(self.device))
         self.group.broadcast([scalar.data for scalar in self.scalars])
+        for buffer in model.buffers():  # fully_shard would, which fails on kinds of devices from outside
+            torchcompat.give_data(buffer, buffer.to(self.device))
         self._parameter_bytes = parameter_bytes(model)
         self._change_forwards(model)
         self.gathered = [self._shard(unit.module, is_root=False) for unit in reversed(self.units)]

@@ -17,13 +17,21 @@ OFTEN = ("OutputMapping", "TaskCounter", "LearnedBuffer", "Unfrozen", "NoiseInLo
 """Rows that every test run has under `ALWAYS`."""
 ALWAYS = ("ddp", "fsdp", "dp", "pipeline")
 SPARSE = ("SparseEmbedding",)
-OF_THE_HOST = ("same device", "on the cpu", "device type cpu", "cpu tensor", "on cuda:", "indices should be")
+OF_THE_HOST = (
+    "same device",
+    "on the cpu",
+    "device type cpu",
+    "cpu tensor",
+    "on cuda:",
+    "on fieldgpu:",
+    "indices should be",
+)
 """Words of torch about a task that keeps tensors on the host, which a CPU's run does not mind."""
 
 
-def check_row(folder: Path, name: str, strategies: list[str], way: str) -> None:
+def check_row(folder: Path, name: str, strategies: list[str], way: str, kind: str = "cuda") -> None:
     """Run a row under strategies on devices, and compare with one process on one device, whose draws are the same."""
-    feature = replace(FEATURES[name], settings={**FEATURES[name].settings, "device": "cuda"})
+    feature = replace(FEATURES[name], settings={**FEATURES[name].settings, "device": kind})
     try:
         reference = reference_of(feature, folder)
     except DureError as error:
@@ -60,3 +68,10 @@ def test_row_on_devices_is_exact_declared_or_refused(name, simulated_devices, tm
 def test_row_on_devices_killed_or_resumed_is_exact_declared_or_refused(name, way, simulated_devices, tmp_path):
     others = [name for name in STRATEGIES if name not in (*ALWAYS, "single", "averaging", "diloco")]
     simulated_devices.call(check_row, tmp_path, name=name, strategies=others, way=way)
+
+
+@pytest.mark.zoo
+@pytest.mark.parametrize("name", _rows())
+def test_row_on_devices_from_outside_is_exact_declared_or_refused(name, devices_from_outside, tmp_path):
+    settings = {"strategies": ALWAYS, "way": "straight", "kind": "fieldgpu"}
+    devices_from_outside.call(check_row, tmp_path, name=name, **settings)

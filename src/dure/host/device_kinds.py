@@ -306,10 +306,10 @@ def current_index() -> int | None:
 
 
 def versions() -> dict[str, str | None]:
-    """Return the versions of CUDA and NCCL that this torch brings; None for what it lacks."""
+    """Return the versions of CUDA (or ROCm) and NCCL that this torch brings; None for what it lacks."""
     import torch
     import torch.distributed as dist
 
-    has_nccl = torch.version.cuda is not None and dist.is_nccl_available()
+    has_nccl = bool(torch.version.cuda or torch.version.hip) and dist.is_nccl_available()
     nccl = ".".join(map(str, torch.cuda.nccl.version())) if has_nccl else None
-    return {"CUDA": torch.version.cuda, "NCCL": nccl}
+    return {"CUDA": torch.version.cuda, "ROCm": torch.version.hip, "NCCL": nccl}

@@ -62,7 +62,7 @@ def _too_few(facts: HostFacts, needed: int) -> Finding:
             "install the driver, or reboot so that its module and its library are of one version (`nvidia-smi` says "
             "whether it works), or use --device cpu",
         )
-    if not facts.versions.get("CUDA"):
+    if not facts.versions.get("CUDA") and not facts.versions.get("ROCm"):
         return failure(
             "GPUs",
             f"this torch ({facts.versions['torch']}) is built without CUDA",

@@ -56,7 +56,8 @@ class CommonSeeds:
         """Return whether only seeds have been drawn since the generators were in these states."""
         if self._begin is None or self._state is None or not torch.equal(self._begin, before.of_cpu):
             return False
-        return GeneratorStates.now().is_same_as(before._replace(of_cpu=self._state, of_devices=()))
+        devices = [device for device, _ in before.of_devices]
+        return GeneratorStates.now(*devices).is_same_as(before._replace(of_cpu=self._state))
 
 
 class SectionDrawWatch(DrawWatch):

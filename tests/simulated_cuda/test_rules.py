@@ -74,6 +74,15 @@ def test_visible_devices_by_number(folder: Path) -> None:
     assert [uuid[-1] for uuid in uuids] == ["2", "0"]
 
 
+@on_devices(2, CUDA_VISIBLE_DEVICES="1")
+def test_process_that_uses_devices_reads_its_variables_no_more(folder: Path) -> None:
+    torch.ones(1, device="cuda")
+    os.environ["CUDA_VISIBLE_DEVICES"] = "0,1"
+    assert torch.cuda.simulated.visible_devices() == [1]
+    os.environ["CUDA_VISIBLE_DEVICES"] = "0,0"
+    assert run_in_fork(torch.cuda.simulated.visible_devices) == "[]"  # none if one is named twice
+
+
 @on_devices(4, CUDA_VISIBLE_DEVICES="GPU-5157a7ed-0000-0000-0000-000000000003,9,1")
 def test_visible_devices_by_uuid_as_far_as_they_are_known(folder: Path) -> None:
     assert torch.cuda.simulated.visible_devices() == [3]
@@ -96,6 +105,9 @@ def test_tensors_of_two_devices_do_not_mix(folder: Path) -> None:
     refused("Expected all tensors to be on the same device", lambda: torch.cat([here, there]))
     assert (here + torch.tensor(2.0)).tolist() == [3.0] * 3  # without dimensions it may be the host's
     assert here[torch.tensor([0, 2])].tolist() == [1.0, 1.0]
+    number = torch.tensor(0.0)
+    for call in (lambda: number.add_(here.sum()), lambda: torch.stack([here[0], number])):
+        refused("Expected all tensors to be on the same device", call)
 
 
 @on_devices(2)
@@ -237,12 +249,19 @@ def test_copy_from_pinned_memory_reads_it_when_the_stream_comes_to_it(folder: Pa
     torch.cuda.synchronize()
     source.fill_(7.0)
     assert target.tolist() == [5.0] * 3
+    target.copy_(source, non_blocking=True)
+    target.add_(0.0)  # the device may not have come to the copy yet
+    source.fill_(8.0)
+    refused("CUDA may read pinned memory until somebody has waited", torch.cuda.synchronize)
 
 
 @on_devices(1)
 def test_results_of_another_stream_are_seen_by_those_who_waited(folder: Path) -> None:
     x = torch.arange(3.0, device="cuda")
     side = torch.cuda.Stream()
+    with torch.cuda.stream(side):
+        assert all(map(math.isnan, (x * 2).tolist()))  # it has not waited for the default stream
+    assert x.tolist() == [0.0, 1.0, 2.0]  # the host has waited now, and so everybody sees it
     with torch.cuda.stream(side):
         y = x * 2
         assert y.sum().item() == 6.0
@@ -270,6 +289,7 @@ def test_memory_changed_on_another_stream_is_seen_by_those_who_waited(folder: Pa
     changes = (lambda y: y.copy_(x), lambda y: y.add_(x), lambda y: torch._foreach_copy_(y.split(2), x.split(2)))
     for change in changes:
         whole = torch.zeros(6, device="cuda")
+        side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(side):
             change(whole.narrow(0, 1, 4))
         assert [math.isnan(value) for value in whole.tolist()] == [False, True, True, True, True, False]
@@ -295,6 +315,64 @@ def test_copies_on_another_stream_are_seen_by_those_who_waited(folder: Path) -> 
     assert back.tolist() == [1.0] * 3
 
 
+@on_devices(2)
+def test_other_streams_see_what_the_default_stream_has_done_when_they_waited(folder: Path) -> None:
+    sides = torch.cuda.Stream(), torch.cuda.Stream()
+    x = torch.arange(3.0, device="cuda")
+    sides[0].wait_stream(torch.cuda.current_stream())
+    sides[1].wait_stream(sides[0])
+    x.add_(1)  # after they have waited
+    y = x.clone()
+    for side in sides:
+        with torch.cuda.stream(side):
+            assert all(map(math.isnan, (x + 0).tolist()))
+    for side in sides:
+        with torch.cuda.stream(side):
+            side.wait_stream(torch.cuda.default_stream())
+            assert (x + y).tolist() == [2.0, 4.0, 6.0]
+    z = torch.ones(3, device="cuda:1")
+    x.add_(z.to("cuda:0"))  # both devices' streams are in order
+    assert x.tolist() == [2.0, 3.0, 4.0]
+
+
+@on_devices(1)
+def test_copy_on_another_stream_reads_what_is_there_when_somebody_waits(folder: Path) -> None:
+    side = torch.cuda.Stream()
+
+    def copied(change, is_recorded: bool = False) -> list[float]:
+        held = {"x": torch.arange(3.0, device="cuda")}
+        target = torch.full((3,), -1.0).pin_memory()
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            target.copy_(held["x"], non_blocking=True)
+        if is_recorded:
+            held["x"].record_stream(side)
+        change(held)
+        side.synchronize()
+        return target.tolist()
+
+    assert copied(lambda held: None) == [0.0, 1.0, 2.0]
+    assert copied(lambda held: held["x"].add_(5)) == [5.0, 6.0, 7.0]  # nobody has waited for the copy
+    assert copied(lambda held: (torch.cuda.current_stream().wait_stream(side), held["x"].add_(5))) == [0.0, 1.0, 2.0]
+    assert all(map(math.isnan, copied(dict.clear)))  # its memory was given to others
+    assert copied(dict.clear, is_recorded=True) == [0.0, 1.0, 2.0]
+
+
+@on_devices(1)
+def test_event_has_not_happened_while_nobody_has_waited(folder: Path) -> None:
+    first, last = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    first.record()
+    torch.ones(3, device="cuda").add_(1)
+    last.record()
+    refused("must be completed", lambda: first.elapsed_time(last))
+    last.synchronize()
+    assert first.elapsed_time(last) >= 0
+    again = torch.cuda.Event()
+    torch.ones(3, device="cuda")
+    again.record()
+    assert [again.query() for _ in range(3)] == [False, True, True]
+
+
 @on_devices(1)
 def test_memory_that_nobody_has_written_holds_no_number(folder: Path) -> None:
     assert all(map(math.isnan, torch.empty(3, device="cuda").tolist()))
@@ -310,7 +388,33 @@ def test_waits_and_copies_are_counted(folder: Path) -> None:
     torch.ones(3).to("cuda")
     torch.cuda.synchronize()
     counted = torch.cuda.simulated.counts()
-    assert (counted["to_host"], counted["to_device"], counted["waits"], counted["reads"]) == (1, 1, 3, 1)
+    assert (counted["to_host"], counted["to_device"], counted["waits"], counted["reads"]) == (1, 1, 4, 1)
+
+
+@on_devices(1)
+def test_host_waits_where_it_needs_the_result(folder: Path) -> None:
+    x = torch.arange(3.0, device="cuda")
+    pinned, mask, places = torch.ones(3).pin_memory(), x > 1, torch.tensor([0, 2], device="cuda")
+    waits = {
+        "a number of the host": lambda: torch.tensor([1.0], device="cuda"),
+        "a copy that blocks": lambda: pinned.to("cuda"),
+        "rows that are counted": lambda: x.nonzero(),
+        "a mask": lambda: x[mask],
+        "indices of the host": lambda: x[torch.tensor([0, 2])],
+        "a comparison": lambda: torch.equal(x, x),
+    }
+    none = {
+        "a number": lambda: torch.full((3,), 1.0, device="cuda"),
+        "a copy that does not block": lambda: pinned.to("cuda", non_blocking=True),
+        "indices": lambda: x[places],
+        "a choice": lambda: torch.where(mask, x, 0.0),
+        "a number of the host that is added": lambda: x + torch.tensor(2.0),
+    }
+    for expected, calls in ((1, waits), (0, none)):
+        for name, call in calls.items():
+            torch.cuda.simulated.reset_counts()
+            call()
+            assert torch.cuda.simulated.counts()["waits"] == expected, name
 
 
 # --- memory, and devices that fail
@@ -342,6 +446,18 @@ def test_device_that_failed_fails_from_then_on(folder: Path) -> None:
     assert there.tolist() == [1.0, 1.0]
 
 
+@on_devices(2)
+def test_index_that_is_out_of_bounds_breaks_the_device(folder: Path) -> None:
+    table, x = torch.ones(3, 2, device="cuda:1"), torch.ones(3, device="cuda:1")
+    with pytest.raises(IndexError, match="out of range"):
+        x.select(0, 5)  # the host finds this one
+    assert x.sum().item() == 3.0
+    for call in (lambda: functional.embedding(torch.tensor([5], device="cuda:1"), table), lambda: x + 1):
+        with pytest.raises(torch.AcceleratorError, match="device-side assert triggered"):
+            call()
+    assert torch.ones(1, device="cuda:0").item() == 1.0
+
+
 # --- processes
 
 
@@ -361,6 +477,32 @@ def test_child_forked_afterwards_has_none(folder: Path) -> None:
 def test_question_for_devices_counts_as_use_unless_nvml_is_asked(folder: Path) -> None:
     assert torch.cuda.is_available()
     assert "Cannot re-initialize CUDA" in run_in_fork(lambda: torch.ones(1, device="cuda"))
+
+
+def test_calls_of_the_driver_count_as_use(simulated_devices, tmp_path):
+    calls = ("set_device", "count without NVML", "pinned memory", "stream", "event", "backward", "properties")
+    for call in calls:
+        environment = {"SIMULATED_NVML": "0"} if call == "count without NVML" else {}
+        simulated_devices.call(check_use, tmp_path, environment=environment, call=call)
+
+
+def check_use(folder: Path, call: str) -> None:
+    """Check that a child that is forked after a call has no devices."""
+    calls = {
+        "set_device": lambda: torch.cuda.set_device(0),
+        "count without NVML": torch.cuda.device_count,
+        "pinned memory": lambda: torch.ones(3).pin_memory(),
+        "stream": torch.cuda.Stream,
+        "event": lambda: torch.cuda.Event().record(),
+        "backward": lambda: torch.ones(1, requires_grad=True).sum().backward(),  # its threads are one for each device
+        "properties": lambda: torch.cuda.get_device_properties(0),
+    }
+    torch.accelerator.device_count()
+    torch.manual_seed(1)
+    if call != "count without NVML":
+        assert run_in_fork(lambda: torch.ones(1, device="cuda").item()) == "1.0"
+    calls[call]()
+    assert "Cannot re-initialize CUDA" in run_in_fork(lambda: torch.ones(1, device="cuda")), call
 
 
 @on_devices(1, PYTORCH_NVML_BASED_CUDA_CHECK="1")

@@ -45,13 +45,31 @@ def index_of(core: ModuleType, device: Any = None) -> int:
     return core.current_device() if device is None or device < 0 else device
 
 
+def has_nvml() -> bool:
+    """Return whether NVIDIA's management library is installed, which counts devices and starts nothing."""
+    return os.environ.get("SIMULATED_NVML") != "0"
+
+
 def _counting(core: ModuleType) -> dict[str, Any]:
+    def device_count() -> int:
+        return core.num_devices() if has_nvml() else core.count_by_driver()
+
     def is_available() -> bool:
         # without this variable torch asks CUDA's driver, after which a forked process has no devices; the others do not
-        is_safe = core.kind != "cuda" or os.environ.get("PYTORCH_NVML_BASED_CUDA_CHECK") == "1"
-        if not is_safe and core.num_devices():
-            core.claim()
-        return core.num_devices() > 0
+        asks_nvml = core.kind != "cuda" or os.environ.get("PYTORCH_NVML_BASED_CUDA_CHECK") == "1"
+        return (device_count() if asks_nvml else core.count_by_driver()) > 0
+
+    def start() -> None:
+        core.start()
+        torch.get_device_module(core.kind)._initialized = True
+
+    def current_device() -> int:
+        start()
+        return core.current_device()
+
+    def set_device(device: Any) -> None:
+        start()
+        core.set_device(index_of(core, device))
 
     def exchange(index: int) -> int:
         before = core.current_device()
@@ -62,10 +80,10 @@ def _counting(core: ModuleType) -> dict[str, Any]:
         "is_available": is_available,
         "is_initialized": core.is_started_here,
         "_is_in_bad_fork": core.is_started_elsewhere,
-        "_lazy_init": lambda: setattr(torch.get_device_module(core.kind), "_initialized", True),
-        "device_count": core.num_devices,
-        "current_device": core.current_device,
-        "set_device": lambda device: core.set_device(index_of(core, device)),
+        "_lazy_init": start,
+        "device_count": device_count,
+        "current_device": current_device,
+        "set_device": set_device,
         "_exchange_device": exchange,
         "_maybe_exchange_device": exchange,
         "synchronize": lambda device=None: core.synchronize(index_of(core, device)),
@@ -74,6 +92,7 @@ def _counting(core: ModuleType) -> dict[str, Any]:
 
 def _describing(core: ModuleType) -> dict[str, Any]:
     def properties(device: Any = None) -> SimpleNamespace:
+        core.start()
         physical = core.visible_devices()[index_of(core, device)]
         return SimpleNamespace(
             name="Simulated GPU",
@@ -85,8 +104,8 @@ def _describing(core: ModuleType) -> dict[str, Any]:
         )
 
     return {
-        "get_device_name": lambda device=None: "Simulated GPU",
-        "get_device_capability": lambda device=None: (9, 0),
+        "get_device_name": lambda device=None: properties(device).name,
+        "get_device_capability": lambda device=None: (properties(device).major, properties(device).minor),
         "get_device_properties": properties,
     }
 
@@ -104,6 +123,7 @@ def _drawing(core: ModuleType) -> dict[str, Any]:
             return core.default_generator(index)
 
     def of(device: Any) -> torch.Generator:
+        core.start()
         return core.default_generator(index_of(core, device))
 
     generators = Generators()
@@ -111,7 +131,7 @@ def _drawing(core: ModuleType) -> dict[str, Any]:
         "default_generators": generators,
         "get_rng_state": lambda device=core.kind: of(device).get_state(),
         "set_rng_state": lambda state, device=core.kind: of(device).set_state(state),
-        "manual_seed": lambda seed: of(None).manual_seed(int(seed)) and None,
+        "manual_seed": lambda seed: generators[core.current_device()].manual_seed(int(seed)) and None,
         "manual_seed_all": lambda seed: [one.manual_seed(int(seed)) for one in generators] and None,
         "initial_seed": lambda: of(None).initial_seed(),
     }
@@ -119,6 +139,7 @@ def _drawing(core: ModuleType) -> dict[str, Any]:
 
 def _measuring(core: ModuleType) -> dict[str, Any]:
     def free_and_total(device: Any = None) -> tuple[int, int]:
+        core.start()
         return core.most_bytes() - core.live_bytes(index_of(core, device)), core.most_bytes()
 
     return {
@@ -141,14 +162,15 @@ def _streaming(core: ModuleType) -> dict[str, Any]:
             found = torch.device(core.kind if device is None else device)
             return torch.Stream.__new__(cls, device=found, priority=priority)
 
-    class Event(torch.Event):
-        """A point in a stream's work."""
+    class IsEvent(type):
+        def __instancecheck__(cls, instance: object) -> bool:
+            return isinstance(instance, torch.Event)
 
-        def __new__(cls, enable_timing: bool = False, blocking: bool = False, **unused: Any) -> "Event":
-            return torch.Event.__new__(cls, device=core.kind, enable_timing=enable_timing, blocking=blocking)
+    class Event(metaclass=IsEvent):
+        """A point in a stream's work, which is a `torch.Event`: torch measures between no others."""
 
-        def record(self, stream: torch.Stream | None = None) -> None:
-            super().record(torch.accelerator.current_stream() if stream is None else stream)
+        def __new__(cls, enable_timing: bool = False, blocking: bool = False, **unused: Any) -> Any:
+            return torch.Event(device=core.kind, enable_timing=enable_timing, blocking=blocking)
 
     def stream(wanted: torch.Stream | None) -> Any:
         return contextlib.nullcontext() if wanted is None else wanted
@@ -181,8 +203,8 @@ def _compiled(core: ModuleType) -> dict[str, Any]:
         return torch.cat([tensor.to(device) for tensor in tensors], dim)
 
     return {
-        "_cuda_getDeviceCount": core.num_devices,
-        "_cuda_init": lambda: None,
+        "_cuda_getDeviceCount": core.count_by_driver,
+        "_cuda_init": core.start,
         "_cuda_getDevice": core.current_device,
         "_cuda_setDevice": core.set_device,
         "_cuda_synchronize": lambda: core.synchronize(-1),

@@ -1,10 +1,17 @@
 """The backend `nccl` (or `fieldccl`) over gloo: tensors of devices only, calls in the same order on every rank.
 
 The kernels of NCCL wait on the device for their like on the other ranks. Ranks that enqueue them in different orders,
-on one communicator or on several of the same ranks, may wait for each other for ever; here that is an error.
+on one communicator or on several of the same ranks, may wait for each other for ever; here that is an error. Results
+are there for those who have waited. Nobody notices a rank that is lost: the others wait until the timeout, which ends
+them.
 """
 
+import contextlib
 import ctypes
+import os
+import signal
+import sys
+import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from datetime import timedelta
@@ -16,6 +23,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 _SAME_SIZE = ("allreduce", "broadcast", "reduce")
+_LOST = ("Connection closed by peer", "Connection reset by peer", "Broken pipe")
+_NO_BITS = (dist.ReduceOp.BAND, dist.ReduceOp.BOR, dist.ReduceOp.BXOR)
+_NO_NUMBERS = (torch.int16, torch.complex32)
 _positions: Counter[tuple[int, ...]] = Counter()
 """Calls so far on all communicators of the same ranks."""
 
@@ -52,6 +62,7 @@ def group_class(core: ModuleType, backend: str) -> type:
             super().__init__(rank, size)
             self.options = options
             timeout = options._timeout or timedelta(minutes=10)
+            self.patience = timeout.total_seconds()
             gloo = dist.ProcessGroupGloo(dist.PrefixStore(backend, store), rank, size, timeout)
             # never freed: gloo's destructor, called with Python's lock held, joins a thread that may want it
             ctypes.pythonapi.Py_IncRef(ctypes.py_object(gloo))
@@ -89,41 +100,122 @@ def _call(core: ModuleType, backend: str, name: str) -> Callable[..., Any]:
     """Return a method that checks where the tensors are, and has gloo do it on their memory."""
 
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+        options = next((arg for arg in args if hasattr(arg, "reduceOp")), None)
         for tensor in _tensors(args):
-            if tensor.device.type != core.kind:
-                kind = tensor.device.type
-                raise RuntimeError(f"No backend type associated with device type {kind} ({name} of {backend})")
+            _check_tensor(core.kind, backend, tensor, name)
             core.wait_for_current_stream(tensor.device.index)
+        if options is not None and any(options.reduceOp == one for one in _NO_BITS):
+            raise ValueError(f"Cannot use {options.reduceOp} with NCCL")
         if name not in ("send", "recv"):
             _check_order(self, name, args)
-        options = next((arg for arg in args if hasattr(arg, "reduceOp")), None)
         is_mean = options is not None and options.reduceOp == dist.ReduceOp.AVG
         if is_mean:  # which gloo does not have
             options.reduceOp = dist.ReduceOp.SUM
         if name == "barrier":
             args, kwargs = (), {}
         given = [_on_host(core, arg) for arg in args]
+        places = list(_tensors(given[:1])) if name != "send" else []
+        # torch's own C++ waits for what it calls; whoever calls torch's functions may forget to
+        caller = sys._getframe().f_back
+        is_late = caller is not None and caller.f_code.co_filename.endswith("distributed_c10d.py")
+        if is_late and places:
+            given[0] = _cloned(given[0])
+        results = list(_tensors(given[:1])) if name != "send" else []
         if name.endswith(("_single", "_base")):  # NCCL sees memory; gloo wants as many rows as ranks
             given = [arg.view(-1) if isinstance(arg, Tensor) else arg for arg in given]
         work = getattr(self._on_host, name)(*given, **kwargs)
+
+        def arrive() -> None:
+            for place, result in zip(places, results, strict=True):
+                if is_mean:
+                    result.div_(self.size())
+                if result is not place:
+                    place.copy_(result)
+
+        late = _LateWork(work, arrive, args[0] if args else None, self.patience)
+        if is_late:
+            return late
         if is_mean:
-            work.wait()
-            for tensor in _tensors((_on_host(core, args[0]),)):
-                tensor.div_(self.size())
+            late.wait()
             done: torch.futures.Future[Any] = torch.futures.Future()
             done.set_result(args[0])
             return torch._C._distributed_c10d._create_work_from_future(done)
         if name != "allreduce":
             return work
 
-        def given_back(done: "torch.futures.Future[Any]") -> Any:
-            """Return the device's tensors, which DDP copies from if they are others than it gave."""
-            done.wait()
-            return args[0]
-
-        return torch._C._distributed_c10d._create_work_from_future(work.get_future().then(given_back))
+        return torch._C._distributed_c10d._create_work_from_future(late.get_future())
 
     return call
+
+
+class _LateWork:
+    """Collective whose results arrive when somebody waits."""
+
+    def __init__(self, work: Any, arrive: Callable[[], None], places: Any, patience: float) -> None:
+        self._work = work
+        self._arrive: Callable[[], None] | None = arrive
+        self._places = places
+        self._patience = patience
+
+    def wait(self, *timeout: Any) -> bool:
+        self._end(lambda: self._work.wait(*timeout))
+        return True
+
+    def get_future(self) -> "torch.futures.Future[Any]":
+        """Return a future of the device's tensors, which DDP copies from if they are others than it gave."""
+
+        def given_back(done: "torch.futures.Future[Any]") -> Any:
+            self._end(done.wait)
+            return self._places
+
+        return self._work.get_future().then(given_back)
+
+    def _end(self, wait: Callable[[], Any]) -> None:
+        with _patience(self._patience):
+            wait()
+        arrive, self._arrive = self._arrive, None
+        if arrive is not None:
+            arrive()
+
+    def block_current_stream(self) -> None:
+        self.wait()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._work, name)
+
+
+@contextlib.contextmanager
+def _patience(seconds: float) -> Iterator[None]:
+    """Wait as NCCL does for a rank that is lost, and end as its watchdog ends a process."""
+    begun = time.monotonic()
+    try:
+        yield
+    except RuntimeError as error:
+        if not any(words in str(error) for words in _LOST):
+            raise
+        time.sleep(max(0.0, begun + seconds - time.monotonic()))
+        print(f"[Rank {dist.get_rank()}] Watchdog caught collective operation timeout", file=sys.stderr, flush=True)
+        os.kill(os.getpid(), signal.SIGABRT)
+
+
+def _check_tensor(wanted: str, backend: str, tensor: Tensor, name: str) -> None:
+    if (kind := tensor.device.type) != wanted:
+        raise RuntimeError(f"No backend type associated with device type {kind} ({name} of {backend})")
+    if tensor.is_sparse:
+        raise ValueError("Tensors must be CUDA and dense")
+    if tensor.dtype in _NO_NUMBERS:
+        raise TypeError(f"Input tensor data type is not supported for NCCL process group: {tensor.dtype}")
+    formats = {4: torch.channels_last, 5: torch.channels_last_3d}
+    if not tensor.is_contiguous() and not (
+        tensor.dim() in formats and tensor.is_contiguous(memory_format=formats[tensor.dim()])
+    ):
+        raise ValueError("Tensors must be contiguous")
+
+
+def _cloned(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return value.clone()
+    return [_cloned(one) for one in value]
 
 
 def _check_order(group: Any, name: str, args: Any) -> None:
@@ -136,8 +228,8 @@ def _check_order(group: Any, name: str, args: Any) -> None:
         return  # while it is set up
     position = _positions[ranks]
     _positions[ranks] += 1
-    sizes = [tensor.numel() for tensor in _tensors(args)] if name in _SAME_SIZE else []
-    mine = f"{name} of communicator {group.group_name}" + (f" of {sizes} elements" if sizes else "")
+    sizes = [f"{tensor.numel()} {tensor.dtype}" for tensor in _tensors(args)] if name in _SAME_SIZE else []
+    mine = f"{name} of communicator {group.group_name}" + (f" of {', '.join(sizes)}" if sizes else "")
     me = dist.get_rank()
     prefix = f"simulated_nccl/{ranks}/{position}"
     store.set(f"{prefix}/{me}", mine)

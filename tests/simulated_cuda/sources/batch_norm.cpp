@@ -17,19 +17,19 @@ std::vector<int64_t> all_but_channels(const at::Tensor& input) {
   return dimensions;
 }
 
-at::Tensor sent(const at::Tensor& host, c10::Device device, Launch& launch) {
-  auto result = on_device(host, device);
-  launch.wrote(result);
-  return result;
+// Sums are in float32 at least.
+at::Tensor summable(const at::Tensor& tensor) {
+  const auto host = on_host(tensor);
+  return at::isReducedFloatingType(host.scalar_type()) ? host.to(at::kFloat) : host;
 }
 
 std::tuple<at::Tensor, at::Tensor> statistics(const at::Tensor& input, double epsilon) {
   Launch launch({input.device()});
-  const auto host = on_host(input);
+  const auto host = summable(input);
   const auto dimensions = all_but_channels(host);
   return {
-      sent(host.mean(dimensions), input.device(), launch),
-      sent((host.var(dimensions, false) + epsilon).rsqrt(), input.device(), launch)};
+      launch.made(host.mean(dimensions), input.device()),
+      launch.made((host.var(dimensions, false) + epsilon).rsqrt(), input.device())};
 }
 
 std::tuple<at::Tensor, at::Tensor> gathered_statistics(
@@ -43,38 +43,40 @@ std::tuple<at::Tensor, at::Tensor> gathered_statistics(
   const auto size = sizes.sum();
   const auto mean_of_all = (means * sizes).sum(0) / size;
   const auto variance_of_all = ((variances + (means - mean_of_all).pow(2)) * sizes).sum(0) / size;
-  if (running_mean && running_mean->defined())
-    on_host(*running_mean).mul_(1 - momentum).add_(mean_of_all * momentum);
-  if (running_variance && running_variance->defined())
-    on_host(*running_variance).mul_(1 - momentum).add_(variance_of_all * size / (size - 1) * momentum);
+  for (const auto& [running, value] :
+       {std::pair{running_mean, mean_of_all}, std::pair{running_variance, variance_of_all * size / (size - 1)}}) {
+    if (!running || !running->defined()) continue;
+    on_host(*running).mul_(1 - momentum).add_(value * momentum);
+    launch.wrote(*running);
+  }
   return {
-      sent(mean_of_all, input.device(), launch),
-      sent((variance_of_all + epsilon).rsqrt(), input.device(), launch)};
+      launch.made(mean_of_all, input.device()),
+      launch.made((variance_of_all + epsilon).rsqrt(), input.device())};
 }
 
 at::Tensor normalised(
     const at::Tensor& input, const std::optional<at::Tensor>& weight, const std::optional<at::Tensor>& bias,
     const at::Tensor& mean, const at::Tensor& inverse_deviation, double) {
   Launch launch({input.device()});
-  const auto host = on_host(input);
+  const auto host = summable(input);
   auto result = (host - per_channel(on_host(mean), host)) * per_channel(on_host(inverse_deviation), host);
   if (weight && weight->defined()) result = result * per_channel(on_host(*weight), host);
   if (bias && bias->defined()) result = result + per_channel(on_host(*bias), host);
-  return sent(result.to(host.dtype()), input.device(), launch);
+  return launch.made(result.to(input.dtype()), input.device());
 }
 
 std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor> backward_sums(
     const at::Tensor& gradient, const at::Tensor& input, const at::Tensor& mean, const at::Tensor& inverse_deviation,
     const std::optional<at::Tensor>&, bool, bool, bool) {
   Launch launch({input.device()});
-  const auto of_output = on_host(gradient);
-  const auto host = on_host(input);
+  const auto of_output = summable(gradient);
+  const auto host = summable(input);
   const auto dimensions = all_but_channels(host);
   const auto sum = of_output.sum(dimensions);
   const auto with_input = (of_output * (host - per_channel(on_host(mean), host))).sum(dimensions);
   return {
-      sent(sum, input.device(), launch), sent(with_input, input.device(), launch),
-      sent(with_input * on_host(inverse_deviation), input.device(), launch), sent(sum.clone(), input.device(), launch)};
+      launch.made(sum, input.device()), launch.made(with_input, input.device()),
+      launch.made(with_input * on_host(inverse_deviation), input.device()), launch.made(sum.clone(), input.device())};
 }
 
 at::Tensor backward(
@@ -82,15 +84,15 @@ at::Tensor backward(
     const std::optional<at::Tensor>& weight, const at::Tensor& sum, const at::Tensor& with_input,
     const at::Tensor& counts_of_ranks) {
   Launch launch({input.device()});
-  const auto host = on_host(input);
+  const auto host = summable(input);
   const auto size = on_host(counts_of_ranks).to(host.dtype()).sum();
   const auto scale = per_channel(on_host(inverse_deviation), host);
   const auto centred = host - per_channel(on_host(mean), host);
-  auto result = (on_host(gradient) - per_channel(on_host(sum), host) / size -
+  auto result = (summable(gradient) - per_channel(on_host(sum), host) / size -
                  centred * scale.pow(2) * per_channel(on_host(with_input), host) / size) *
       scale;
   if (weight && weight->defined()) result = result * per_channel(on_host(*weight), host);
-  return sent(result.to(host.dtype()), input.device(), launch);
+  return launch.made(result.to(input.dtype()), input.device());
 }
 }  // namespace
 

@@ -30,6 +30,11 @@ void collective(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
     *value = as_on_host(*value);
   op.redispatchBoxed(c10::DispatchKeySet(c10::DispatchKey::CPU), stack);
 }
+
+// gloo hands the address to the network, which no device's memory is for.
+void message(const c10::OperatorHandle& op, torch::jit::Stack*) {
+  TORCH_CHECK(false, "writev [127.0.0.1]: Bad address (", op.schema().name(), " of gloo with memory of a device)");
+}
 }  // namespace
 
 SIMULATED_KERNELS("c10d", collectives_of_gloo) {
@@ -37,9 +42,10 @@ SIMULATED_KERNELS("c10d", collectives_of_gloo) {
   for (const char* name :
        {"allreduce_", "allreduce_coalesced_", "broadcast_", "allgather_", "_allgather_base_", "allgather_coalesced_",
         "allgather_into_tensor_coalesced_", "reduce_scatter_", "_reduce_scatter_base_",
-        "reduce_scatter_tensor_coalesced_", "reduce_", "gather_", "scatter_", "alltoall_", "alltoall_base_", "send",
-        "recv_", "recv_any_source_"})
+        "reduce_scatter_tensor_coalesced_", "reduce_", "gather_", "scatter_", "alltoall_", "alltoall_base_"})
     library.impl(name, torch::CppFunction::makeFromBoxedFunction<&collective>());
+  for (const char* name : {"send", "recv_", "recv_any_source_"})
+    library.impl(name, torch::CppFunction::makeFromBoxedFunction<&message>());
 }
 
 }  // namespace simulated

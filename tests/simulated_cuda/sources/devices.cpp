@@ -8,6 +8,7 @@
 #include <c10/util/Exception.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <array>
 #include <chrono>
 #include <cstdlib>
@@ -22,6 +23,10 @@ namespace {
 thread_local c10::DeviceIndex current = 0;
 std::atomic<pid_t> owner{0};
 std::atomic<pid_t> latest{0};  // the process that used a device last
+
+std::mutex visible_lock;
+pid_t visible_to = 0;
+std::vector<int> visible;  // to this process, which asks for its variables once
 
 std::mutex errors_lock;
 std::array<std::string, kMostDevices> errors;
@@ -40,7 +45,7 @@ std::string uuid_of(int physical) {
   return text.str();
 }
 
-std::vector<int> visible_devices() {
+std::vector<int> visible_now() {
   std::vector<int> found;
   const int all = num_physical();
   const char* told = std::getenv(kIsCuda ? "CUDA_VISIBLE_DEVICES" : "FIELDGPU_VISIBLE_DEVICES");
@@ -54,9 +59,15 @@ std::vector<int> visible_devices() {
     for (int i = 0; i < all; ++i)
       if (word == std::to_string(i) || (word.size() > 4 && uuid_of(i).rfind(word, 0) == 0)) position = i;
     if (position < 0) break;  // CUDA takes those before the first that it does not know
+    if (std::find(found.begin(), found.end(), position) != found.end()) return {};  // and none if one is named twice
     found.push_back(position);
   }
   return found;
+}
+
+std::vector<int> visible_devices() {
+  std::lock_guard<std::mutex> held(visible_lock);
+  return visible_to == getpid() ? visible : visible_now();
 }
 
 c10::DeviceIndex num_devices() { return static_cast<c10::DeviceIndex>(visible_devices().size()); }
@@ -74,7 +85,12 @@ c10::DeviceIndex index_of(int index) { return index < 0 ? current : static_cast<
 void claim() {
   const pid_t here = getpid();
   pid_t none = 0;
-  if (owner.compare_exchange_strong(none, here)) return;
+  if (owner.compare_exchange_strong(none, here)) {
+    std::lock_guard<std::mutex> held(visible_lock);
+    visible = visible_now();
+    visible_to = here;
+    return;
+  }
   TORCH_CHECK(
       owner == here,
       "Cannot re-initialize ", kTitle, " in forked subprocess. To use ", kTitle,
@@ -102,14 +118,25 @@ void check_health(int index) {
   const auto& error = errors.at(index_of(index));
   if (error.empty()) return;
   constexpr int32_t kIllegalAddress = 700;
-  throw c10::AcceleratorError({__func__, __FILE__, static_cast<uint32_t>(__LINE__)}, kIllegalAddress, kTitle + " error: " + error);
+  throw c10::AcceleratorError(
+      {__func__, __FILE__, static_cast<uint32_t>(__LINE__)}, kIllegalAddress, kTitle + " error: " + error);
+}
+
+// The driver counts devices for whom asks, and starts for it.
+c10::DeviceIndex count_by_driver() noexcept {
+  try {
+    if (num_devices() > 0) claim();
+    return num_devices();
+  } catch (const c10::Error&) {
+    return 0;
+  }
 }
 
 namespace {
 struct Guard final : c10::impl::DeviceGuardImplInterface {
   c10::DeviceType type() const override { return kType; }
   c10::Device getDevice() const override { return {kType, current}; }
-  c10::DeviceIndex deviceCount() const noexcept override { return num_devices(); }
+  c10::DeviceIndex deviceCount() const noexcept override { return count_by_driver(); }
   void setDevice(c10::Device device) const override { set_current_device(device.index()); }
   void uncheckedSetDevice(c10::Device device) const noexcept override {
     if (device.index() >= 0) current = device.index();
@@ -120,19 +147,20 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
     return before;
   }
 
-  c10::Stream getStream(c10::Device device) const override { return current_stream(device.index()); }
+  c10::Stream getStream(c10::Device device) const override {
+    claim();
+    return current_stream(device.index());
+  }
   c10::Stream getDefaultStream(c10::Device device) const override {
     return c10::Stream(c10::Stream::DEFAULT, {kType, index_of(device.index())});
   }
-  c10::Stream getNewStream(c10::Device device, int = 0) const override { return new_stream(device.index()); }
-  c10::Stream getStreamFromGlobalPool(c10::Device device, bool = false) const override {
+  c10::Stream getNewStream(c10::Device device, int = 0) const override {
+    start();
     return new_stream(device.index());
   }
+  c10::Stream getStreamFromGlobalPool(c10::Device device, bool = false) const override { return getNewStream(device); }
   c10::Stream exchangeStream(c10::Stream stream) const override { return exchange_stream(stream); }
-  bool queryStream(const c10::Stream& stream) const override {
-    host_wait(stream);  // it happens to have ended
-    return true;
-  }
+  bool queryStream(const c10::Stream& stream) const override { return poll(stream); }
   void synchronizeStream(const c10::Stream& stream) const override {
     ++counts.waits;
     host_wait(stream);
@@ -143,16 +171,14 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
   }
 
   void record(void** event, const c10::Stream& stream, const c10::DeviceIndex, const c10::EventFlag) const override {
+    start();
     if (*event == nullptr) *event = new Mark;
     *static_cast<Mark*>(*event) = mark_of(stream);
   }
   void block(void* event, const c10::Stream& stream) const override {
     if (event != nullptr) make_wait(stream, *static_cast<Mark*>(event));
   }
-  bool queryEvent(void* event) const override {
-    if (event != nullptr) host_wait(*static_cast<Mark*>(event));
-    return true;
-  }
+  bool queryEvent(void* event) const override { return event == nullptr || poll(*static_cast<Mark*>(event)); }
   void synchronizeEvent(void* event) const override {
     ++counts.waits;
     if (event != nullptr) host_wait(*static_cast<Mark*>(event));
@@ -170,14 +196,14 @@ template <typename Interface>
 struct Hooks : Interface {
   void init() const override {}
   bool isBuilt() const override { return true; }
-  bool isAvailable() const override { return num_devices() > 0; }
-  bool hasPrimaryContext(c10::DeviceIndex) const override { return true; }
+  bool isAvailable() const override { return count_by_driver() > 0; }
+  bool hasPrimaryContext(c10::DeviceIndex) const override { return is_started_here(); }
   const at::Generator& getDefaultGenerator(c10::DeviceIndex index) const override { return default_generator(index); }
   at::Generator getNewGenerator(c10::DeviceIndex index = -1) const override { return new_generator(index); }
   c10::Allocator* getPinnedMemoryAllocator() const override { return pinned_allocator(); }
   bool isPinnedPtr(const void* address) const override { return is_pinned(address); }
   c10::Device getDeviceFromPtr(void*) const override { return {kType, current}; }
-  c10::DeviceIndex deviceCount() const override { return num_devices(); }
+  c10::DeviceIndex deviceCount() const override { return count_by_driver(); }
   c10::DeviceIndex getCurrentDevice() const override { return current; }
   void setCurrentDevice(c10::DeviceIndex index) const override { set_current_device(index); }
   c10::DeviceIndex exchangeDevice(c10::DeviceIndex index) const override {
@@ -190,9 +216,9 @@ struct Hooks : Interface {
 
 // torch asks for its hooks before an extension can be loaded, and keeps them; see module.cpp
 struct CudaHooks final : Hooks<at::CUDAHooksInterface> {
-  bool hasCUDA() const override { return num_devices() > 0; }
+  bool hasCUDA() const override { return count_by_driver() > 0; }
   bool hasCUDART() const override { return true; }
-  int getNumGPUs() const override { return num_devices(); }
+  int getNumGPUs() const override { return count_by_driver(); }
   void deviceSynchronize(c10::DeviceIndex index) const override {
     ++counts.waits;
     host_wait_for_device(index);

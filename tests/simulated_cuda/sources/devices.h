@@ -10,6 +10,8 @@
 #include <cstdint>
 #include <cstdlib>
 #include <functional>
+#include <map>
+#include <mutex>
 #include <optional>
 #include <string>
 #include <vector>
@@ -58,8 +60,10 @@ c10::DeviceIndex current_device();
 void set_current_device(int index);
 c10::DeviceIndex index_of(int index);  // -1 is the current one
 
-// A process that asks for the number of devices owns them: children that are forked later have none.
+// A process that asks the driver for anything owns the devices: children that are forked later have none.
 void claim();
+c10::DeviceIndex count_by_driver() noexcept;
+// Use a device, for which the driver makes a context.
 void start();
 bool is_started_here();
 bool is_started_elsewhere();
@@ -73,6 +77,7 @@ void check_health(int index);
 c10::Allocator* device_allocator();
 c10::Allocator* pinned_allocator();
 bool is_pinned(const void* address);
+c10::StreamId stream_of_memory(const at::Tensor& tensor);  // on which it was allocated
 int64_t live_bytes(int index);
 int64_t peak_bytes(int index);
 int64_t most_bytes();  // of each device
@@ -93,10 +98,15 @@ c10::Stream current_stream(int index);
 c10::Stream exchange_stream(c10::Stream stream);
 c10::Stream new_stream(int index);
 
-// Run when the stream gets its next kernel, or when somebody waits for it: a copy to the device.
-void enqueue(const c10::Stream& stream, Task task);
-// Run when the host waits for it: a copy from the device.
+// Run when the stream gets its next kernel, or when somebody waits for it. `written` is a tensor that it writes.
+void enqueue(const c10::Stream& stream, Task task, at::Tensor written = {});
+// Run when the host waits for it: a copy from the device. A task may enqueue what belongs to it.
 void enqueue_for_host(const c10::Stream& stream, Task task);
+
+// Return whether a stream has waited for what the default stream wrote into a tensor.
+bool is_seen(const c10::Stream& stream, const at::Tensor& tensor);
+// Keep a tensor's memory while copies of this stream are under way.
+void record_use(const at::Tensor& tensor, const c10::Stream& stream);
 
 // A point in a stream's work.
 struct Mark {
@@ -104,15 +114,20 @@ struct Mark {
   c10::StreamId stream = 0;
   uint64_t ticket = 0;
   double milliseconds = 0;
+  bool is_polled = false;
+  std::map<int, uint64_t> seen;  // of default streams, by device
 };
 Mark mark_of(const c10::Stream& stream);
 void make_wait(const c10::Stream& stream, const Mark& mark);
 void host_wait(const Mark& mark);
 void host_wait(const c10::Stream& stream);
 void host_wait_for_device(int index);
+// Return whether the work has ended. If nobody has waited for it, it has not the first time, and has the second.
+bool poll(Mark& mark);
+bool poll(const c10::Stream& stream);
 
-// A kernel on the current stream of each device that it uses. Of a stream that is not the default one, nobody else sees
-// the results until they have waited for it: the memory holds NaN meanwhile.
+// A kernel on the current stream of each device that it uses. Streams do not see each other's results until they have
+// waited: the memory holds NaN meanwhile.
 class Launch {
  public:
   explicit Launch(const std::vector<c10::Device>& devices);
@@ -120,11 +135,22 @@ class Launch {
   Launch(const Launch&) = delete;
   Launch& operator=(const Launch&) = delete;
   void wrote(const at::Tensor& tensor);
+  // Return a result that was computed on the host.
+  at::Tensor made(const at::Tensor& host, c10::Device device);
 
  private:
+  struct Covered {
+    c10::intrusive_ptr<c10::StorageImpl> storage;
+    size_t offset;
+    std::vector<char> real;
+  };
+  void cover();
+
   bool is_outermost_;
   std::vector<c10::Stream> streams_;
   std::vector<at::Tensor> written_;
+  std::vector<Covered> covered_;
+  std::unique_lock<std::recursive_mutex> held_;
 };
 // Return whether this thread is inside of a kernel, whose own copies do not count.
 bool in_kernel();
@@ -136,5 +162,7 @@ at::Tensor on_host(const at::Tensor& tensor);
 std::optional<at::Tensor> on_host(const std::optional<at::Tensor>& tensor);
 at::Tensor on_device(const at::Tensor& host, c10::Device device);
 void resize_storage(const at::Tensor& tensor, int64_t num_bytes);
+// Return another tensor over the same memory, which Python does not know: it can be freed without Python's lock.
+at::Tensor alias_of(const at::Tensor& tensor);
 
 }  // namespace simulated

@@ -16,6 +16,7 @@
 #include <ATen/ops/view_as_real_native.h>
 #include <ATen/ops/view_native.h>
 
+#include <cstring>
 #include <mutex>
 #include <set>
 
@@ -61,6 +62,33 @@ std::vector<c10::Device> devices_of(const at::Tensor& one, const at::Tensor& oth
   return found;
 }
 
+constexpr const char* kChangedTooEarly =
+    "CUDA may read pinned memory until somebody has waited, and here it was changed before: a batch or buffer was "
+    "filled again too early";
+
+// Read a device's memory when the stream comes to it: whoever changes it before is seen, and so is who frees it.
+void enqueue_late_read(const c10::Stream& stream, const at::Tensor& from, const at::Tensor& to) {
+  const bool is_race = !is_seen(stream, from);
+  // memory that is freed is given to the next who asks on the stream that it was allocated on
+  const auto kept = stream.id() == stream_of_memory(from) ? from.storage() : at::Storage();
+  const c10::weak_intrusive_ptr<c10::StorageImpl> memory(from.storage().getWeakStorageImpl());
+  const auto sizes = from.sizes().vec(), strides = from.strides().vec();
+  const auto value = at::empty_like(on_host(from), at::MemoryFormat::Contiguous);
+  enqueue(stream, [=, offset = from.storage_offset(), dtype = from.dtype()] {
+    auto storage = memory.lock();
+    if (is_race || !storage) {
+      std::memset(value.data_ptr(), kPoison, value.nbytes());
+      return;
+    }
+    const auto tensor = at::detail::make_tensor<c10::TensorImpl>(
+        at::Storage(std::move(storage)), c10::DispatchKeySet(kKey), dtype);
+    tensor.unsafeGetTensorImpl()->set_sizes_and_strides(sizes, strides, offset);
+    value.copy_(on_host(tensor));
+    (void)kept;
+  });
+  enqueue_for_host(stream, [to = alias_of(to), value] { to.copy_(value); });
+}
+
 void copy_memory(const at::Tensor& to, const at::Tensor& from, bool non_blocking) {
   if (in_kernel()) {
     on_host(to).copy_(on_host(from));
@@ -78,28 +106,47 @@ void copy_memory(const at::Tensor& to, const at::Tensor& from, bool non_blocking
   const auto device = is_to_device ? to.device() : from.device();
   const auto stream = current_stream(device.index());
   const bool is_late = non_blocking && is_pinned((is_to_device ? from : to).const_data_ptr());
+  start();
+  check_health(device.index());
   if (!is_to_device) {
+    if (is_late && stream.id() != 0) {
+      enqueue_late_read(stream, from, to);
+      return;
+    }
     at::Tensor value;
     {
       Launch launch({device});
       value = on_host(from).clone();
     }
     // what the device holds now reaches the host when somebody waits; until then the host sees what was there
-    enqueue_for_host(stream, [to, value] { to.copy_(value); });
+    enqueue_for_host(stream, [to = alias_of(to), value] { to.copy_(value); });
     if (is_late) return;
     ++counts.waits;
     host_wait(stream);
     return;
   }
   if (is_late) {  // read when the stream comes to it: whoever writes into the host's memory before is seen
-    start();
-    check_health(device.index());
-    enqueue(stream, [to, from] { on_host(to).copy_(from); });
+    const auto target = alias_of(to), source = alias_of(from);
+    enqueue(
+        stream,
+        [=] {
+          on_host(target).copy_(source);
+          enqueue_for_host(stream, [source, read = source.clone(at::MemoryFormat::Contiguous)] {
+            const auto now = source.contiguous();
+            TORCH_CHECK(std::memcmp(read.data_ptr(), now.data_ptr(), read.nbytes()) == 0, kChangedTooEarly);
+          });
+        },
+        target);
     return;
   }
-  Launch launch({device});
-  on_host(to).copy_(from);
-  launch.wrote(to);
+  {
+    Launch launch({device});
+    on_host(to).copy_(from);
+    launch.wrote(to);
+  }
+  if (non_blocking) return;  // what is not pinned has been read at once
+  ++counts.waits;
+  host_wait(stream);
 }
 
 at::Tensor copy_from(const at::Tensor& from, const at::Tensor& to, bool non_blocking) {
@@ -159,9 +206,7 @@ at::Tensor convolution(
   Launch launch({input.device()});
   auto found = at::convolution_symint(
       on_host(input), on_host(weight), on_host(bias), stride, padding, dilation, is_transposed, output_padding, groups);
-  auto result = on_device(found, input.device());
-  launch.wrote(result);
-  return result;
+  return launch.made(found, input.device());
 }
 
 std::tuple<at::Tensor, at::Tensor, at::Tensor> convolution_backward(
@@ -173,12 +218,8 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> convolution_backward(
   auto [of_input, of_weight, of_bias] = at::convolution_backward_symint(
       on_host(gradient), on_host(input), on_host(weight), c10::SymIntArrayRef(bias), stride, padding, dilation,
       is_transposed, output_padding, groups, mask);
-  std::tuple<at::Tensor, at::Tensor, at::Tensor> result{
-      on_device(of_input, input.device()), on_device(of_weight, input.device()), on_device(of_bias, input.device())};
-  launch.wrote(std::get<0>(result));
-  launch.wrote(std::get<1>(result));
-  launch.wrote(std::get<2>(result));
-  return result;
+  const auto device = input.device();
+  return {launch.made(of_input, device), launch.made(of_weight, device), launch.made(of_bias, device)};
 }
 
 int64_t attention_by_math(
@@ -193,6 +234,11 @@ int64_t attention_by_math(
 const std::set<std::string> kMayMix = {"aten::index",          "aten::index_put", "aten::index_put_",
                                        "aten::_index_put_impl_", "aten::copy_",     "aten::_to_copy",
                                        "aten::set_"};
+// Like those that are pointwise, they take a tensor of the host that has no dimensions.
+const std::set<std::string> kTakeScalars = {"aten::fill_",        "aten::masked_fill", "aten::masked_fill_",
+                                            "aten::index_fill",   "aten::index_fill_", "aten::where",
+                                            "aten::_fused_adam_", "aten::_fused_adamw_", "aten::_fused_sgd_",
+                                            "aten::_fused_adagrad_"};
 
 template <typename Seen>
 void for_each_tensor(const c10::IValue& value, Seen seen) {
@@ -206,15 +252,33 @@ void for_each_tensor(const c10::IValue& value, Seen seen) {
   }
 }
 
-// The device of a kernel's tensors; tensors of the host without dimensions may be among them.
-std::optional<c10::Device> device_of(const std::vector<c10::IValue>& arguments, const std::string& name, bool may_mix) {
+bool is_written(const c10::Argument& argument) {
+  const auto* alias = argument.alias_info();
+  if (alias == nullptr) return false;
+  const auto& of_elements = alias->containedTypes();  // those of a list
+  return alias->isWrite() ||
+      std::any_of(of_elements.begin(), of_elements.end(), [](const auto& one) { return one.isWrite(); });
+}
+
+bool takes_scalars(const c10::OperatorHandle& op) {
+  const auto& name = op.schema().name();
+  return op.hasTag(at::Tag::pointwise) || kTakeScalars.count(name) > 0 || name.rfind("aten::_foreach_", 0) == 0;
+}
+
+// The device of a kernel's tensors.
+std::optional<c10::Device> device_of(
+    const c10::OperatorHandle& op, const std::vector<c10::IValue>& given, const std::string& name) {
+  const bool may_mix = kMayMix.count(op.schema().name()) > 0;
   std::optional<c10::Device> device;
   std::optional<c10::Device> other;
-  for (const auto& argument : arguments)
-    for_each_tensor(argument, [&](const at::Tensor& tensor) {
+  for (size_t i = 0; i < given.size(); ++i)
+    for_each_tensor(given[i], [&](const at::Tensor& tensor) {
       if (!tensor.defined()) return;
+      const bool is_number = tensor.dim() == 0 &&
+          (tensor.unsafeGetTensorImpl()->is_wrapped_number() || takes_scalars(op)) &&
+          !is_written(op.schema().arguments()[i]);
       if (tensor.device().type() != kType) {
-        if (tensor.dim() > 0) other = tensor.device();
+        if (!is_number) other = tensor.device();
       } else if (device && *device != tensor.device()) {
         other = tensor.device();
       } else {
@@ -225,6 +289,13 @@ std::optional<c10::Device> device_of(const std::vector<c10::IValue>& arguments, 
       may_mix || !device || !other, "Expected all tensors to be on the same device, but found ", *device, " and ",
       *other, " (", name, ")");
   return device;
+}
+
+// Whether the host needs a kernel's result, such as a number of rows, before it can go on. Indices call `nonzero` for a
+// mask, and copy those of the host.
+bool makes_host_wait(const c10::OperatorHandle& op) {
+  return kMayMix.count(op.schema().name()) == 0 &&
+      (op.hasTag(at::Tag::dynamic_output_shape) || op.hasTag(at::Tag::data_dependent_output));
 }
 
 c10::IValue as_on_host(const c10::IValue& value) {
@@ -269,21 +340,13 @@ c10::IValue as_given(const c10::IValue& given, const c10::IValue& returned) {
   return given;
 }
 
-bool is_written(const c10::Argument& argument) {
-  const auto* alias = argument.alias_info();
-  if (alias == nullptr) return false;
-  const auto& of_elements = alias->containedTypes();  // those of a list
-  return alias->isWrite() ||
-      std::any_of(of_elements.begin(), of_elements.end(), [](const auto& one) { return one.isWrite(); });
-}
-
 void run_on_host(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   const auto& schema = op.schema();
   const auto num_arguments = schema.arguments().size();
   const auto begin = stack->size() - num_arguments;
   const std::vector<c10::IValue> given(stack->begin() + begin, stack->end());
   const auto name = schema.name() + (schema.overload_name().empty() ? "" : "." + schema.overload_name());
-  auto device = device_of(given, name, kMayMix.count(schema.name()) > 0);
+  auto device = device_of(op, given, name);
   for (const auto& argument : given)
     if (!device && argument.isDevice()) device = argument.toDevice();
   if (!device || device->index() < 0) device = c10::Device(kType, current_device());
@@ -310,10 +373,22 @@ void run_on_host(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
     lent.emplace(default_generator(device->index()));
   }
 
+  if (!in_kernel() && makes_host_wait(op)) {
+    ++counts.waits;
+    host_wait(current_stream(device->index()));
+  }
   Launch launch({*device});
   for (size_t i = 0; i < num_arguments; ++i)
     if (!(*stack)[begin + i].isGenerator()) (*stack)[begin + i] = as_on_host(given[i]);
-  op.redispatchBoxed(c10::DispatchKeySet(c10::DispatchKey::CPU), stack);
+  try {
+    op.redispatchBoxed(c10::DispatchKeySet(c10::DispatchKey::CPU), stack);
+  } catch (const c10::Error& error) {
+    const std::string message = error.what_without_backtrace();
+    const auto says = [&](const char* words) { return message.find(words) != std::string::npos; };
+    if (!says("out of bounds") && !says("out of range in self")) throw;
+    break_device(device->index(), "device-side assert triggered");  // the kernel finds it, and ends for good
+    check_health(device->index());
+  }
 
   const auto first = stack->size() - schema.returns().size();
   for (size_t i = 0; i < schema.returns().size(); ++i) {
@@ -360,6 +435,11 @@ at::Tensor on_device(const at::Tensor& host, c10::Device device) {
   return result;
 }
 
+at::Tensor alias_of(const at::Tensor& tensor) {
+  return at::Tensor(tensor.unsafeGetTensorImpl()->shallow_copy_and_detach(
+      /*version_counter=*/0, /*allow_tensor_metadata_change=*/false));
+}
+
 void resize_storage(const at::Tensor& tensor, int64_t num_bytes) {
   c10::DeviceGuard guard(tensor.device());
   at::native::resize_bytes_cpu(tensor.storage().unsafeGetStorageImpl(), num_bytes);
@@ -386,7 +466,7 @@ SIMULATED_KERNELS("aten", own_kernels) {
   library.impl("convolution_overrideable", convolution);
   library.impl("convolution_backward_overrideable", convolution_backward);
   library.impl("_fused_sdp_choice", attention_by_math);
-  library.impl("record_stream", [](at::Tensor&, c10::Stream) {});
+  library.impl("record_stream", [](at::Tensor& tensor, c10::Stream stream) { record_use(tensor, stream); });
   library.impl("is_pinned", [](const at::Tensor&, std::optional<at::Device>) { return false; });
   library.impl("view_as_complex", [](const at::Tensor& tensor) { return at::native::view_as_complex(tensor); });
   library.impl("view_as_real", [](const at::Tensor& tensor) { return at::native::view_as_real(tensor); });

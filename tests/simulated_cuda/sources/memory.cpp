@@ -17,6 +17,7 @@ constexpr size_t kHeader = 64;  // as aligned as what follows
 struct Header {
   int64_t num_bytes;
   int device;
+  c10::StreamId stream;
 };
 
 std::array<std::atomic<int64_t>, kMostDevices> live{};
@@ -53,7 +54,7 @@ struct DeviceMemory final : c10::DeviceAllocator {
           " is free.");
     }
     auto* start_of_block = static_cast<char*>(std::aligned_alloc(kHeader, kHeader + rounded(num_bytes)));
-    *reinterpret_cast<Header*>(start_of_block) = {wanted, device};
+    *reinterpret_cast<Header*>(start_of_block) = {wanted, device, current_stream(device).id()};
     std::memset(start_of_block + kHeader, kPoison, num_bytes);
     for (int64_t most = peak.at(device); now > most && !peak.at(device).compare_exchange_weak(most, now);) {
     }
@@ -64,7 +65,7 @@ struct DeviceMemory final : c10::DeviceAllocator {
   void copy_data(void* to, const void* from, size_t num_bytes) const override { std::memcpy(to, from, num_bytes); }
   bool initialized() override { return true; }
   void emptyCache(c10::MempoolId_t = {0, 0}) override {}
-  void recordStream(const c10::DataPtr&, c10::Stream) override {}
+  void recordStream(const c10::DataPtr&, c10::Stream) override {}  // of tensors: `record_use`
   c10::CachingDeviceAllocator::DeviceStats getDeviceStats(c10::DeviceIndex index) override {
     c10::CachingDeviceAllocator::DeviceStats stats;
     stats.allocated_bytes[0].current = live_bytes(index);
@@ -97,7 +98,9 @@ void unpin(void* address) {
 
 struct PinnedMemory final : c10::Allocator {
   c10::DataPtr allocate(size_t num_bytes) override {
+    start();  // the driver allocates it
     void* address = std::aligned_alloc(kHeader, std::max(rounded(num_bytes), kHeader));
+    std::memset(address, kPoison, num_bytes);
     std::lock_guard<std::mutex> held(pinned_lock);
     pinned_blocks()[static_cast<char*>(address)] = std::max<size_t>(num_bytes, 1);
     return {address, address, &unpin, c10::Device(at::kCPU)};
@@ -117,6 +120,11 @@ bool is_pinned(const void* address) {
   if (after == pinned_blocks().begin()) return false;
   const auto& [start_of_block, num_bytes] = *--after;
   return static_cast<const char*>(address) < start_of_block + num_bytes;
+}
+
+c10::StreamId stream_of_memory(const at::Tensor& tensor) {
+  const auto* bytes = static_cast<const char*>(tensor.storage().data());
+  return bytes == nullptr ? 0 : reinterpret_cast<const Header*>(bytes - kHeader)->stream;
 }
 
 int64_t live_bytes(int index) { return live.at(index_of(index)); }

@@ -42,22 +42,30 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
   register_copies();
   replace_hooks();
   module.attr("kind") = kIsCuda ? "cuda" : kNameFromOutside;
+  // with Python's lock released: who waits here may wait for a thread that wants it
+  const py::call_guard<py::gil_scoped_release> unlocked;
   module.def("claim", &claim);
+  module.def("start", &start);
   module.def("is_started_here", &is_started_here);
   module.def("is_started_elsewhere", &is_started_elsewhere);
   module.def("num_devices", [] { return static_cast<int>(num_devices()); });
+  module.def("count_by_driver", [] { return static_cast<int>(count_by_driver()); });
   module.def("visible_devices", &visible_devices);
   module.def("uuid_of", &uuid_of);
   module.def("current_device", [] { return static_cast<int>(current_device()); });
   module.def("set_device", &set_current_device);
   module.def("break_device", &break_device);
-  module.def("synchronize", [](int index) {
-    ++counts.waits;
-    host_wait_for_device(index);
-  });
+  module.def(
+      "synchronize",
+      [](int index) {
+        start();
+        ++counts.waits;
+        host_wait_for_device(index);
+      },
+      unlocked);
   module.def("default_generator", [](int index) { return default_generator(index); });
   module.def("on_host", [](const at::Tensor& tensor) { return on_host(tensor); });
-  module.def("wait_for_current_stream", [](int index) { host_wait(current_stream(index)); });
+  module.def("wait_for_current_stream", [](int index) { host_wait(current_stream(index)); }, unlocked);
   module.def("resize_storage", &resize_storage);
   module.def("live_bytes", &live_bytes);
   module.def("peak_bytes", &peak_bytes);

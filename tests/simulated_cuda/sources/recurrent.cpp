@@ -11,12 +11,6 @@ at::Tensor with_bias(const at::Tensor& gates, const Bias& bias) {
   return bias && bias->defined() ? host + on_host(*bias) : host;
 }
 
-at::Tensor sent(const at::Tensor& host, c10::Device device, Launch& launch) {
-  auto result = on_device(host, device);
-  launch.wrote(result);
-  return result;
-}
-
 std::tuple<at::Tensor, at::Tensor, at::Tensor> lstm_cell(
     const at::Tensor& input_gates, const at::Tensor& hidden_gates, const at::Tensor& state, const Bias& input_bias,
     const Bias& hidden_bias) {
@@ -26,8 +20,8 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> lstm_cell(
   const auto next = forget * on_host(state) + in * cell;
   const auto device = input_gates.device();
   return {
-      sent(out * next.tanh(), device, launch), sent(next, device, launch),
-      sent(at::cat({in, forget, cell, out}, 1), device, launch)};
+      launch.made(out * next.tanh(), device), launch.made(next, device),
+      launch.made(at::cat({in, forget, cell, out}, 1), device)};
 }
 
 std::tuple<at::Tensor, at::Tensor, at::Tensor> lstm_cell_backward(
@@ -46,8 +40,8 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> lstm_cell_backward(
        of_cell * in * (1 - cell * cell), hidden * next * out * (1 - out)},
       1);
   return {
-      sent(of_gates, device, launch), sent(of_cell * forget, device, launch),
-      has_bias ? sent(of_gates.sum(0), device, launch) : at::Tensor()};
+      launch.made(of_gates, device), launch.made(of_cell * forget, device),
+      has_bias ? launch.made(of_gates.sum(0), device) : at::Tensor()};
 }
 
 std::tuple<at::Tensor, at::Tensor> gru_cell(
@@ -61,8 +55,8 @@ std::tuple<at::Tensor, at::Tensor> gru_cell(
   const auto reset = (input[0] + recurrent[0]).sigmoid(), update = (input[1] + recurrent[1]).sigmoid();
   const auto fresh = (input[2] + reset * recurrent[2]).tanh();
   return {
-      sent(fresh + update * (before - fresh), device, launch),
-      sent(at::cat({reset, update, fresh, before, recurrent[2]}, 1), device, launch)};
+      launch.made(fresh + update * (before - fresh), device),
+      launch.made(at::cat({reset, update, fresh, before, recurrent[2]}, 1), device)};
 }
 
 std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor> gru_cell_backward(
@@ -78,9 +72,9 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor> gru_cell_
   const auto of_input = at::cat({of_reset, of_update, of_fresh}, 1);
   const auto of_recurrent = at::cat({of_reset, of_update, of_fresh * reset}, 1);
   return {
-      sent(of_input, device, launch), sent(of_recurrent, device, launch), sent(of_output * update, device, launch),
-      has_bias ? sent(of_input.sum(0), device, launch) : at::Tensor(),
-      has_bias ? sent(of_recurrent.sum(0), device, launch) : at::Tensor()};
+      launch.made(of_input, device), launch.made(of_recurrent, device), launch.made(of_output * update, device),
+      has_bias ? launch.made(of_input.sum(0), device) : at::Tensor(),
+      has_bias ? launch.made(of_recurrent.sum(0), device) : at::Tensor()};
 }
 }  // namespace
 

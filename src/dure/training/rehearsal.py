@@ -21,7 +21,7 @@ from dure.strategies.contract.declarations import depends_on_ranks
 from dure.strategies.contract.declarations import few as few_of
 from dure.strategies.contract.strategy import Strategy
 from dure.strategies.sections.absent_tensors import UsedState, UsedTensors
-from dure.strategies.state.checksum import checksum
+from dure.strategies.state.checksum import checksums
 from dure.strategies.state.data_tensors import KeptDataSets, tensors_of
 from dure.strategies.state.definitions import Definitions
 from dure.strategies.state.hooks import without_new_hooks
@@ -518,4 +518,5 @@ def _weights(session: Session) -> dict[str, int]:
     strategy = session.strategy
     trained = {name for name, _ in strategy.model.named_parameters(remove_duplicate=False)}
     state = own_state(strategy).model
-    return {name: checksum([torchcompat.local_tensor(tensor)]) for name, tensor in state.items() if name in trained}
+    names = [name for name in state if name in trained]
+    return dict(zip(names, checksums(torchcompat.local_tensor(state[name]) for name in names), strict=True))

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from dure.strategies.state import checksum as module
-from dure.strategies.state.checksum import checksum
+from dure.strategies.state.checksum import checksum, checksums
 from dure.training.fault_injection import flip
 
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.int8, torch.complex64]
@@ -70,3 +70,9 @@ def test_layout_when_dense_then_nothing_is_copied_and_the_order_is_that_of_memor
     last = image.to(memory_format=torch.channels_last)
     assert checksum([last]) == checksum([image.permute(0, 2, 3, 1).contiguous()])
     assert checksum([image[:, :, ::2]]) == checksum([image[:, :, ::2].contiguous()])
+
+
+def test_checksums_when_compared_then_each_is_that_of_its_tensor():
+    tensors = [torch.arange(7), torch.zeros(0), torch.randn(30_000), torch.ones(3, dtype=torch.bfloat16)]
+    assert checksums(tensors) == [checksum([tensor]) for tensor in tensors]
+    assert checksums([]) == []

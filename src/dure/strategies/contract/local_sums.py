@@ -59,5 +59,8 @@ class LocalSums:
 
     def as_tensor(self) -> Tensor:
         """Return the facts as a tensor on the device, even if this rank has computed no loss."""
+        if not self.terms and not any(self.requests):
+            # filled on the device: a copy of numbers would wait for it
+            return torch.zeros(2 + len(self.requests), dtype=self.dtype, device=self.device)
         facts = self.facts() if self.terms else (0.0, 0.0, *self.requests)
         return facts if isinstance(facts, Tensor) else torch.tensor(facts, dtype=self.dtype, device=self.device)

@@ -21,13 +21,32 @@ def add_up_gradients(
 
     Communication: one all_reduce of a number per parameter, and one of each gradient.
     """
+    for parameter in used_by_any(parameters, group):
+        gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad.to_dense()
+        flat = gradient.contiguous().view(-1)
+        (add_up or group.all_reduce_sum)(flat)
+        parameter.grad = as_gradient_of(parameter, flat)
+
+
+def used_by_any(parameters: Sequence[nn.Parameter], group: Group) -> list[nn.Parameter]:
+    """Return the parameters of which any rank has a gradient.
+
+    On an accelerator only a rank that lacks a gradient waits for the others.
+
+    Args:
+        parameters: The same on every rank, on one device.
+        group: All ranks.
+
+    Communication: one all_reduce of a number per parameter.
+    """
     if not parameters:
-        return
-    used = torch.tensor([p.grad is not None for p in parameters], dtype=torch.float32, device=parameters[0].device)
+        return []
+    flags = [parameter.grad is not None for parameter in parameters]
+    # filled on the device where that is possible: a copy of a list would wait for it
+    used = torch.ones(len(flags), device=parameters[0].device)
+    if not all(flags):
+        used = used.new_tensor(flags)
     group.all_reduce_sum(used)
-    for parameter, by_how_many in zip(parameters, used.tolist(), strict=True):
-        if by_how_many:
-            gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad.to_dense()
-            flat = gradient.contiguous().view(-1)
-            (add_up or group.all_reduce_sum)(flat)
-            parameter.grad = as_gradient_of(parameter, flat)
+    if all(flags):
+        return [*parameters]
+    return [parameter for parameter, by_how_many in zip(parameters, used.tolist(), strict=True) if by_how_many]

@@ -29,6 +29,7 @@ from dure.strategies.contract.reduced_facts import reduced_facts
 from dure.strategies.contract.replica_state import ReplicaState, replica_state
 from dure.strategies.contract.step_clock import StepClock
 from dure.strategies.contract.step_facts import LossTerm, Requests, StepFacts
+from dure.strategies.data_parallel.gradient_sums import used_by_any
 from dure.strategies.pipeline.cut import decide
 from dure.strategies.pipeline.options import PipelineOptions
 from dure.strategies.pipeline.schedule import Schedule, num_scheduled
@@ -333,10 +334,8 @@ class Pipeline(SectionedStrategy):
     def _add_up_over_replicas(self) -> None:
         if self.replicas.world_size == 1 or not self.trainable:
             return
-        has = torch.tensor([p.grad is not None for p in self.trainable], dtype=torch.float32, device=self.device)
-        self.replicas.all_reduce_sum(has)
         # a parameter that no replica used keeps no gradient, so that the optimiser skips it as on one device
-        used = [p for p, count in zip(self.trainable, has.tolist(), strict=True) if count]
+        used = used_by_any(self.trainable, self.replicas)
         for bucket in _in_buckets(used, self.options.bucket_bytes):
             gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in bucket]
             flat = torch.cat([gradient.reshape(-1) for gradient in gradients])

@@ -38,6 +38,30 @@ def checksum(tensors: Iterable[Tensor]) -> int:
     Args:
         tensors: Tensors of any dtype, on any devices; large ones are read without a copy, if they are dense in memory.
     """
+    lengths, parts = _parts(tensors)
+    return _total(lengths, [int(part.item()) for part in parts])
+
+
+def checksums(tensors: Iterable[Tensor]) -> list[int]:
+    """Return the checksum of each tensor, for which the host waits once for each device, and not for each tensor."""
+    found = [_parts([tensor]) for tensor in tensors]
+    by_device: defaultdict[torch.device, list[Tensor]] = defaultdict(list)
+    for _, parts in found:
+        for part in parts:
+            by_device[part.device].append(part)
+    numbers = {device: iter(torch.stack(parts).tolist()) for device, parts in by_device.items()}
+    return [_total(lengths, [next(numbers[part.device]) for part in parts]) for lengths, parts in found]
+
+
+def _total(lengths: int, numbers: Iterable[int]) -> int:
+    total = lengths
+    for number in numbers:
+        total = (total * _FACTOR + number) % _MODULUS
+    return total
+
+
+def _parts(tensors: Iterable[Tensor]) -> tuple[int, list[Tensor]]:
+    """Return a number of the lengths, and for each device a 0-dim tensor of the sum over its bytes."""
     small: defaultdict[torch.device, list[Tensor]] = defaultdict(list)
     large: list[Tensor] = []
     lengths = 0
@@ -53,13 +77,10 @@ def checksum(tensors: Iterable[Tensor]) -> int:
     by_device: defaultdict[torch.device, list[Tensor]] = defaultdict(list)
     for data in large:
         by_device[data.device] += _words(data)
-    total = lengths
-    for device, words in by_device.items():
-        total = (total * _FACTOR + _sum(words, device)) % _MODULUS
-    return total
+    return lengths, [_sum(words, device) for device, words in by_device.items()]
 
 
-def _sum(all_words: list[Tensor], device: torch.device) -> int:
+def _sum(all_words: list[Tensor], device: torch.device) -> Tensor:
     longest = max(words.numel() for words in all_words)
     num_lanes = min(_LANES.get(device.type, _LANES_ELSEWHERE), longest)
     states = torch.zeros(num_lanes, dtype=torch.int32, device=device)
@@ -71,7 +92,7 @@ def _sum(all_words: list[Tensor], device: torch.device) -> int:
             torch.bitwise_right_shift(state, 16, out=upper)
             upper.bitwise_and_(0xFFFF)
             state.bitwise_xor_(upper)
-    return int((states * _lane_factors(num_lanes, device)).sum().item())
+    return (states * _lane_factors(num_lanes, device)).sum()
 
 
 @lru_cache(maxsize=4)

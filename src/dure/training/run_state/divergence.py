@@ -13,7 +13,7 @@ from torch import Tensor
 
 from dure.comm.groups import Group
 from dure.strategies.contract.replica_state import ReplicaState
-from dure.strategies.state.checksum import checksum
+from dure.strategies.state.checksum import checksums
 
 _PIECES = 64
 """Number of pieces into which a tensor is cut in each round; five rounds find one of 10^9 elements."""
@@ -83,7 +83,7 @@ def find_divergence(group: Group, own: ReplicaState | None, digests: Mapping[int
 
     Communication: several gathered JSON messages, the first of about 100 bytes per tensor, the others of 1 KiB.
     """
-    sums = None if own is None else {name: checksum([tensor]) for name, tensor in own.tensors.items()}
+    sums = None if own is None else dict(zip(own.tensors, checksums(own.tensors.values()), strict=True))
     gathered = group.all_gather_json(sums)
     holders = tuple(sorted(digests))
     names = list(dict.fromkeys(name for rank in holders for name in gathered[rank]))
@@ -111,7 +111,7 @@ def _first_element(group: Group, tensor: Tensor | None, holders: Sequence[int]) 
     while end - begin > 1:
         length = -(-(end - begin) // _PIECES)
         starts = range(begin, end, length)
-        sums = None if flat is None else [checksum([flat[at : min(at + length, end)]]) for at in starts]
+        sums = None if flat is None else checksums(flat[at : min(at + length, end)] for at in starts)
         gathered = group.all_gather_json(sums)
         pieces = zip(*(gathered[rank] for rank in holders), strict=True)
         begin = next((at for at, same in zip(starts, pieces, strict=True) if len(set(same)) > 1), begin)

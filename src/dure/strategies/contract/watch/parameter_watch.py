@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Sequence
 from types import TracebackType
 from typing import Any, NamedTuple
 
+import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.nn.modules.module import (
@@ -18,12 +19,14 @@ from torch.nn.modules.module import (
 
 from dure.errors import TaskInvalid
 from dure.strategies.contract.declarations import few
-from dure.strategies.state.checksum import checksum
+from dure.strategies.state.checksum import checksums
 
 _WRITTEN_PLACEHOLDER = "more than one element of the written-to tensor refers to a single memory location"
 """Part of torch's error for a write to a parameter of another rank, which is expanded from one number here."""
 
 _requires_grad = operator.attrgetter("requires_grad")
+_NO_BYTES = torch.empty(0)
+"""Tensor in place of one that is on another rank."""
 _SUM_INTERVAL = 200
 """Time between two comparisons of checksums, as a multiple of one computation; a comparison takes two."""
 
@@ -115,7 +118,7 @@ class ParameterWatch:
         began = time.monotonic()
         local = (p.to_local() if isinstance(p, DTensor) else p for p in self._parameters)
         # a parameter of another rank is one expanded number here, and torch refuses writes to it
-        sums = [checksum([tensor]) if 0 not in tensor.stride() else 0 for tensor in local]
+        sums = checksums(_NO_BYTES if 0 in tensor.stride() else tensor for tensor in local)
         self._summed_at = time.monotonic()
         self._sum_seconds = self._summed_at - began
         return sums

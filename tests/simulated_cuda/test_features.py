@@ -208,8 +208,8 @@ def test_two_ranks_share_a_device_if_they_are_let(folder: Path) -> None:
 def dure_command(simulated_devices, tmp_path):
     """Return a function that runs a command, expects success and returns its output."""
 
-    def run(*words: object, code: int = 0, devices: int = 2) -> str:
-        command = simulated_devices.dure(tmp_path, *words, devices=devices)
+    def run(*words: object, code: int = 0, devices: int = 2, **environment: str) -> str:
+        command = simulated_devices.dure(tmp_path, *words, devices=devices, **environment)
         assert command.code == code, command.out + command.err
         return command.out + command.err
 
@@ -229,7 +229,53 @@ def test_bench_and_preflight_on_devices(dure_command):
     shown = dure_command("bench", "--device", "cuda", "--nproc", 2, "--max-bytes", "4KB")
     assert "backend" in shown
     assert "ring" in shown
-    dure_command("preflight", "--device", "cuda", "--nproc", 2)
+    shown = dure_command("preflight", "--device", "cuda", "--nproc", 2)
+    assert "2 x Simulated GPU, driver 580.65.06 (up to CUDA 13.0)" in shown
+    dure_command("preflight", "--device", "cuda", "--nproc", 2, "--share-devices", CUDA_VISIBLE_DEVICES="1")
+
+
+@pytest.mark.parametrize(
+    ("reported", "words"),
+    [
+        ({"0": {"uncorrected": 3}}, "GPU 0 had 3 memory error(s) that ECC could not mend"),
+        ({"1": {"action": 1}}, "GPU 1 must be reset"),
+        ({"1": {"free": 10}}, "GPU 1 has 10 B of 16.0 GiB free"),
+        ({"0": {"mode": 2}}, "GPU 0 is in compute mode prohibited"),
+        ({"1": {"lost": True}}, "GPU 1 is lost and no longer answers on its bus"),
+    ],
+)
+def test_preflight_names_what_is_wrong_with_a_device(reported, words, dure_command):
+    settings = ("--device", "cuda", "--nproc", 2)
+    shown = dure_command("preflight", *settings, code=3, COLUMNS="200", SIMULATED_NVML=json.dumps(reported))
+    assert words in shown
+
+
+def test_preflight_does_not_mind_a_lost_device_that_the_run_does_not_see(dure_command):
+    environment = {"SIMULATED_NVML": json.dumps({"1": {"lost": True}}), "CUDA_VISIBLE_DEVICES": "0"}
+    dure_command("preflight", "--device", "cuda", "--nproc", 1, **environment)
+
+
+def test_ranks_are_spawned_where_only_the_driver_counts_devices(dure_command, tmp_path):
+    settings = ("--device", "cuda", "--nproc", 2, "--samples", 35, "--name", "run")
+    dure_command("train", TASK, "--strategy", "ddp", *settings, SIMULATED_NVML="0")
+    assert json.loads((tmp_path / "runs/run/summary.json").read_text())["status"] == "completed"
+
+
+class Lost(Breaking):
+    """A task whose device is lost for good."""
+
+    def loss(self, model: nn.Module, batch: Any) -> torch.Tensor:
+        try:
+            return super().loss(model, batch)
+        finally:
+            if (Path(self.folder) / "broken").exists():
+                os.environ["SIMULATED_NVML"] = json.dumps({"1": {"lost": True}})
+
+
+@on_devices(2)
+def test_rank_whose_device_is_lost_is_not_started_again(folder: Path) -> None:
+    with pytest.raises(WorkerFailed, match=r"GPU 1 .*is lost"):
+        train_case(folder, Lost(folder=str(folder)), "ddp", 2, device="cuda", max_restarts=3, **STEPS)
 
 
 def test_ranks_that_see_a_device_each_train_together(simulated_devices, tmp_path):

@@ -5,7 +5,8 @@ nothing changes. `torch.cuda.simulated` is the compiled part: counts, memory, an
 `SIMULATED_DEVICE_TYPE` is `privateuse1`, the same devices are of a kind from outside, as torch has it for makers of
 others: `torch.fieldgpu`, with the backend `fieldccl`.
 
-Variables: `SIMULATED_GPUS`, the number of devices of this host; `SIMULATED_GPU_BYTES`, the memory of each.
+Variables: `SIMULATED_GPUS`, the number of devices of this host; `SIMULATED_GPU_BYTES`, the memory of each;
+`SIMULATED_NVML`, what NVIDIA's management library reports.
 """
 
 import importlib.util
@@ -24,11 +25,12 @@ def autoload() -> None:
     if CORE in sys.modules or not os.environ.get("SIMULATED_GPUS") or torch.version.cuda:
         return
     core = _load_quietly()
-    from simulated_cuda_runtime import cuda, nccl, outside
+    from simulated_cuda_runtime import cuda, nccl, nvml, outside
 
     if core.kind == "cuda":
         cuda.show(core)
         nccl.show(core)
+        nvml.show(core)
     else:
         outside.show(core)
 

@@ -7,6 +7,7 @@ from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import torch
+from simulated_cuda_runtime import nvml
 from torch import Tensor
 
 
@@ -45,14 +46,10 @@ def index_of(core: ModuleType, device: Any = None) -> int:
     return core.current_device() if device is None or device < 0 else device
 
 
-def has_nvml() -> bool:
-    """Return whether NVIDIA's management library is installed, which counts devices and starts nothing."""
-    return os.environ.get("SIMULATED_NVML") != "0"
-
-
 def _counting(core: ModuleType) -> dict[str, Any]:
     def device_count() -> int:
-        return core.num_devices() if has_nvml() else core.count_by_driver()
+        # by NVML, which starts nothing, and otherwise by the driver
+        return core.num_devices() if nvml.is_installed() else core.count_by_driver()
 
     def is_available() -> bool:
         # without this variable torch asks CUDA's driver, after which a forked process has no devices; the others do not

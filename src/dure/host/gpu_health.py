@@ -78,7 +78,7 @@ def visible_gpus() -> list[str]:
     except nvml.NVMLError:
         return []
     try:
-        uuids = [_uuid(nvml, _handle(nvml, position)) for position in range(nvml.nvmlDeviceGetCount())]
+        uuids = [uuid_of(nvml, handle_at(nvml, position)) for position in range(nvml.nvmlDeviceGetCount())]
         return [uuids[position] for position in visible_positions(visible, uuids)]
     except nvml.NVMLError:
         return []
@@ -101,8 +101,8 @@ def _asked(nvml: Any, index: int, visible: str | None) -> GpuHealth:
 
 def _health(nvml: Any, index: int, visible: str | None) -> GpuHealth:
     count = nvml.nvmlDeviceGetCount()
-    handles = [_handle(nvml, position) for position in range(count)]
-    uuids = [_uuid(nvml, handle) for handle in handles]
+    handles = [handle_at(nvml, position) for position in range(count)]
+    uuids = [uuid_of(nvml, handle) for handle in handles]
     positions = visible_positions(visible, uuids)
     if index >= len(positions):
         is_named_by_number = visible is None or all(word.strip().isdecimal() for word in visible.split(","))
@@ -129,7 +129,7 @@ def _lost(how: str, smi_id: str | None = None) -> GpuHealth:
     return GpuHealth(has_answered=True, smi_id=smi_id, is_lost=True, troubles=(how,))
 
 
-def _handle(nvml: Any, position: int) -> Any:
+def handle_at(nvml: Any, position: int) -> Any:
     """Return the driver's handle of a GPU; None if the GPU is lost."""
     try:
         return nvml.nvmlDeviceGetHandleByIndex(position)
@@ -138,7 +138,8 @@ def _handle(nvml: Any, position: int) -> Any:
         return None
 
 
-def _uuid(nvml: Any, handle: Any) -> str:
+def uuid_of(nvml: Any, handle: Any) -> str:
+    """Return the driver's name of a GPU; empty if the GPU is lost."""
     try:
         return "" if handle is None else text(nvml.nvmlDeviceGetUUID(handle))
     except nvml.NVMLError:

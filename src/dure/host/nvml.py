@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from dure.host.gpu_health import recovery_action, text, uncorrected_errors, visible_positions
+from dure.host.gpu_health import handle_at, recovery_action, text, uncorrected_errors, uuid_of, visible_positions
 
 _P2P_READ, _P2P_WRITE = 0, 1
 """`NVML_P2P_CAPS_INDEX_READ` and `_WRITE`; pynvml 13 has the first as a tuple, because of a stray comma."""
@@ -80,6 +80,8 @@ class GpuFacts:
     """Reason why there is no report; None if there is one."""
     is_broken: bool = False
     """True if the missing report is a fault, and not just a machine without GPUs."""
+    is_lost: bool = False
+    """True if there is no report because a GPU that this process sees is lost."""
     driver: str | None = None
     cuda_of_driver: str | None = None
     """Newest CUDA version that the driver supports."""
@@ -110,9 +112,13 @@ class _Reader:
 
     def facts(self, visible: str | None) -> GpuFacts:
         nvml = self.nvml
-        everyone = [nvml.nvmlDeviceGetHandleByIndex(index) for index in range(nvml.nvmlDeviceGetCount())]
-        uuids = [text(nvml.nvmlDeviceGetUUID(handle)) for handle in everyone]
+        everyone = [handle_at(nvml, index) for index in range(nvml.nvmlDeviceGetCount())]
+        uuids = [uuid_of(nvml, handle) for handle in everyone]
         handles = [everyone[position] for position in visible_positions(visible, uuids)]
+        lost = [str(index) for index, handle in enumerate(handles) if self._is_lost(handle)]
+        if lost:
+            names = f"GPU {', '.join(lost)} is lost and no longer answers on its bus"
+            return GpuFacts(why_none=names, is_broken=True, is_lost=True)
         buses = [_bus(nvml.nvmlDeviceGetPciInfo(handle)) for handle in handles]
         gpus = [self._gpu(index, handle, buses) for index, handle in enumerate(handles)]
         version = self._asked(nvml.nvmlSystemGetCudaDriverVersion)
@@ -136,6 +142,15 @@ class _Reader:
             if error.value in (nvml.NVML_ERROR_GPU_IS_LOST, nvml.NVML_ERROR_UNINITIALIZED):
                 raise
             return None
+
+    def _is_lost(self, handle: Any) -> bool:
+        nvml = self.nvml
+        try:
+            return handle is None or nvml.nvmlDeviceGetMemoryInfo(handle) is None
+        except nvml.NVMLError as error:
+            if error.value == nvml.NVML_ERROR_GPU_IS_LOST:
+                return True
+            raise
 
     def _gpu(self, index: int, handle: Any, buses: Sequence[str]) -> Gpu:
         nvml = self.nvml

@@ -26,6 +26,8 @@ def gpu_checks(facts: HostFacts, *, share_devices: bool) -> list[Finding]:
         return [ok("GPUs", seen), skipped("GPU health", f"only NVIDIA's are known, and these are {kind.title} devices")]
     if not kind.has_nvml:
         return [skipped("GPUs", _why_skipped(facts))]
+    if facts.gpus.is_lost:
+        return [_lost(facts.gpus)]
     if not facts.gpus.gpus:
         why = facts.gpus.why_none or "NVML sees no whole GPU among those of CUDA_VISIBLE_DEVICES"
         return [ok("GPUs", f"torch sees {facts.visible_devices}"), skipped("GPU links", why)]
@@ -74,6 +76,15 @@ def _too_few(facts: HostFacts, needed: int) -> Finding:
         seen,
         f"the run needs {needed}",
         "use a smaller --nproc, look at CUDA_VISIBLE_DEVICES, or let ranks share one with --share-devices",
+    )
+
+
+def _lost(facts: GpuFacts) -> Finding:
+    return failure(
+        "GPUs",
+        f"{facts.why_none}",
+        "ranks compute on it",
+        "reboot the host, or leave this GPU out with CUDA_VISIBLE_DEVICES; if it is lost again, have it replaced",
     )
 
 

@@ -1,5 +1,6 @@
 """Every interface in torchcompat, on whatever torch this is: the test to run on a new version."""
 
+import importlib
 import io
 import os
 import pickle
@@ -381,6 +382,37 @@ def test_flight_record_then_names_calls_and_lines(solo_group: None) -> None:
     assert (last["op"], last["sizes"], last["dtypes"], last["is_pending"]) == ("all_reduce", [[3]], ["Float"], False)
     assert [__file__, "test_flight_record_then_names_calls_and_lines"] in [
         [file, function] for file, _, function in last["frames"]
+    ]
+
+
+def test_flight_record_of_nccl_when_batched_messages_are_never_retired_then_only_the_last_is_pending(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def entry(op: str, retired: bool, group: str = "0", state: str = "scheduled") -> dict[str, object]:
+        is_p2p = op in ("send", "recv")
+        return {
+            "process_group": (group, ""), "p2p_seq_id": 0, "collective_seq_id": 0, "is_p2p": is_p2p, "state": state,
+            "profiling_name": f"nccl:{op}", "input_sizes": [], "input_dtypes": [], "time_created_ns": 0,
+            "retired": retired, "frames": [],
+        }  # fmt: skip
+
+    entries = [
+        entry("send", False), entry("recv", False), entry("all_reduce", True),  # ended, as what came after them did
+        entry("send", False, "1"), entry("recv", False, "1"),
+        entry("all_reduce", False), entry("send", False),
+    ]  # fmt: skip
+    module = importlib.import_module("torch._C._distributed_c10d")
+    monkeypatch.setattr(torchcompat.dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(torchcompat.dist, "get_backend", lambda: "nccl")
+    monkeypatch.setattr(module, "_dump_nccl_trace", lambda: pickle.dumps({"entries": entries}), raising=False)
+    assert [call["is_pending"] for call in torchcompat.flight_record()] == [
+        False,
+        False,
+        False,
+        False,
+        True,
+        True,
+        True,
     ]
 
 

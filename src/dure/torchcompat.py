@@ -153,10 +153,12 @@ def flight_record() -> list[dict[str, Any]]:
     if not dist.is_available() or not dist.is_initialized():
         return []
     c10d = importlib.import_module("torch._C._distributed_c10d")
-    dump = getattr(c10d, "_dump_nccl_trace" if dist.get_backend() == "nccl" else "_dump_fr_trace", None)
+    is_nccl = dist.get_backend() == "nccl"
+    dump = getattr(c10d, "_dump_nccl_trace" if is_nccl else "_dump_fr_trace", None)
     if dump is None:
         return []
     entries = _PlainData(io.BytesIO(dump())).load().get("entries", [])
+    pending = _pending_of_nccl(entries) if is_nccl else [not entry["retired"] for entry in entries]
     return [
         {
             "group": entry["process_group"][0],
@@ -165,11 +167,34 @@ def flight_record() -> list[dict[str, Any]]:
             "sizes": entry["input_sizes"],
             "dtypes": entry["input_dtypes"],
             "time": entry["time_created_ns"] / 1e9,
-            "is_pending": not entry["retired"],
+            "is_pending": is_pending,
             "frames": [[frame["filename"], frame["line"], frame["name"]] for frame in entry["frames"]],
         }
-        for entry in entries
+        for entry, is_pending in zip(entries, pending, strict=True)
     ]
+
+
+def _pending_of_nccl(entries: Sequence[Mapping[str, Any]]) -> list[bool]:
+    """Return whether each entry of NCCL's flight record, oldest first, has not ended.
+
+    torch never retires messages that were sent by `batch_isend_irecv` (pytorch#137969). NCCL ends the calls of a
+    communicator in their order, so those before one that was retired have ended. Of messages that stay in the state
+    `scheduled`, only the last call of a group counts.
+    """
+    found: list[bool] = []
+    with_later: set[str] = set()
+    with_later_ended: set[str] = set()
+    for entry in reversed(entries):
+        group = entry["process_group"][0]
+        has_ended = entry["retired"] or (
+            entry["is_p2p"]
+            and (group in with_later_ended or (entry.get("state") == "scheduled" and group in with_later))
+        )
+        found.append(not has_ended)
+        with_later.add(group)
+        if entry["retired"]:
+            with_later_ended.add(group)
+    return found[::-1]
 
 
 def group_members() -> dict[str, list[int]]:

@@ -158,6 +158,28 @@ def test_recurrent_cells_and_attention_give_the_values_of_the_cpu(folder: Path) 
 
 
 @on_devices(2)
+def test_sparse_gradients_give_the_weights_of_the_cpu(folder: Path) -> None:
+    optimizers = (torch.optim.SGD, torch.optim.SparseAdam, torch.optim.Adagrad)
+    for kind in optimizers:
+        trained = []
+        for device in ("cpu", "cuda:1"):
+            torch.manual_seed(1)
+            table = nn.Embedding(12, 4, sparse=True).double().to(device)
+            optimizer = kind(list(table.parameters()), lr=0.1)
+            for _ in range(2):
+                optimizer.zero_grad()
+                for _ in range(2):
+                    table(torch.tensor([[1, 2, 2], [5, 1, 0]]).to(device)).square().sum().backward()
+                gradient = table.weight.grad
+                assert (gradient.is_sparse, gradient.device) == (True, torch.device(device))
+                gradient.mul_(0.5)
+                assert torch.equal(gradient.cpu().to_dense(), gradient.coalesce().to_dense().cpu())
+                optimizer.step()
+            trained.append(table.weight.detach().cpu())
+        assert float((trained[0] - trained[1]).abs().max()) < TO_ROUNDING, kind.__name__
+
+
+@on_devices(2)
 def test_data_parallel_of_torch_gives_the_gradients_of_one_device(folder: Path) -> None:
     torch.manual_seed(0)
     model = nn.Linear(3, 2).double().cuda()

@@ -82,7 +82,7 @@ def _counting(core: ModuleType) -> dict[str, Any]:
         "current_device": current_device,
         "set_device": set_device,
         "_exchange_device": exchange,
-        "_maybe_exchange_device": exchange,
+        "_maybe_exchange_device": lambda index: exchange(index),  # torch.compile wants another object than above
         "synchronize": lambda device=None: core.synchronize(index_of(core, device)),
     }
 

@@ -6,6 +6,7 @@
 #include <c10/core/Stream.h>
 #include <torch/library.h>
 
+#include <array>
 #include <atomic>
 #include <cstdint>
 #include <cstdlib>
@@ -161,8 +162,17 @@ bool in_kernel();
 at::Tensor on_host(const at::Tensor& tensor);
 std::optional<at::Tensor> on_host(const std::optional<at::Tensor>& tensor);
 at::Tensor on_device(const at::Tensor& host, c10::Device device);
+// Run a kernel of the CPU on the same memory.
+void run_on_host(const c10::OperatorHandle& op, torch::jit::Stack* stack, c10::DispatchKey key);
 void resize_storage(const at::Tensor& tensor, int64_t num_bytes);
 // Return another tensor over the same memory, which Python does not know: it can be freed without Python's lock.
 at::Tensor alias_of(const at::Tensor& tensor);
+
+// -- sparse tensors (sparse.cpp)
+
+std::array<at::Tensor, 2> parts_of(const at::Tensor& sparse);  // indices and values
+at::Tensor sparse_on_host(const at::Tensor& tensor);
+at::Tensor sparse_on_device(const at::Tensor& host, c10::Device device);
+void replace_sparse(const at::Tensor& tensor, const at::Tensor& host);
 
 }  // namespace simulated

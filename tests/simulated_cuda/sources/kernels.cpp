@@ -24,6 +24,7 @@ namespace simulated {
 
 at::Tensor on_host(const at::Tensor& tensor) {
   if (!tensor.defined() || tensor.device().type() != kType) return tensor;
+  if (tensor.is_sparse()) return sparse_on_host(tensor);
   const auto options = tensor.options().device(at::kCPU).requires_grad(false);
   if (tensor.numel() == 0) return at::empty_strided(tensor.sizes(), tensor.strides(), options);
   auto* kept = new at::Tensor(tensor);
@@ -335,12 +336,27 @@ c10::IValue as_given(const c10::IValue& given, const c10::IValue& returned) {
   if (!given.isTensor() || !returned.isTensor()) return given;
   auto tensor = given.toTensor();
   const auto& value = returned.toTensor();
+  if (tensor.is_sparse() && tensor.device().type() == kType) {
+    replace_sparse(tensor, value);
+    return given;
+  }
+  if (tensor.is_sparse()) return given;
   if (tensor.sizes() != value.sizes()) tensor.resize_(value.sizes());
   if (value.numel() > 0 && tensor.data_ptr() != value.data_ptr()) on_host(tensor).copy_(value);
   return given;
 }
 
-void run_on_host(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
+void fallback(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
+  run_on_host(op, stack, c10::DispatchKey::CPU);
+}
+
+// what `copy_` calls for CUDA tensors, without the dispatcher
+void copy_of_iterator(at::TensorIterator& iterator, bool non_blocking) {
+  copy_memory(iterator.tensor(0), iterator.tensor(1), non_blocking);
+}
+}  // namespace
+
+void run_on_host(const c10::OperatorHandle& op, torch::jit::Stack* stack, c10::DispatchKey key) {
   const auto& schema = op.schema();
   const auto num_arguments = schema.arguments().size();
   const auto begin = stack->size() - num_arguments;
@@ -381,7 +397,7 @@ void run_on_host(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   for (size_t i = 0; i < num_arguments; ++i)
     if (!(*stack)[begin + i].isGenerator()) (*stack)[begin + i] = as_on_host(given[i]);
   try {
-    op.redispatchBoxed(c10::DispatchKeySet(c10::DispatchKey::CPU), stack);
+    op.redispatchBoxed(c10::DispatchKeySet(key), stack);
   } catch (const c10::Error& error) {
     const std::string message = error.what_without_backtrace();
     const auto says = [&](const char* words) { return message.find(words) != std::string::npos; };
@@ -418,14 +434,9 @@ void run_on_host(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
       for_each_tensor(given[j], [&](const at::Tensor& tensor) { launch.wrote(tensor); });
 }
 
-// what `copy_` calls for CUDA tensors, without the dispatcher
-void copy_of_iterator(at::TensorIterator& iterator, bool non_blocking) {
-  copy_memory(iterator.tensor(0), iterator.tensor(1), non_blocking);
-}
-}  // namespace
-
 at::Tensor on_device(const at::Tensor& host, c10::Device device) {
   if (!host.defined()) return host;
+  if (host.is_sparse()) return sparse_on_device(host, device);
   Launch launch({device});  // within another kernel in all cases but that of a collective
   const auto options = host.options().device(device);
   auto result = host.is_non_overlapping_and_dense() ? at::empty_strided(host.sizes(), host.strides(), options)
@@ -449,7 +460,7 @@ void register_copies() {
   if (kIsCuda) at::native::copy_stub.set_cuda_dispatch_ptr(&copy_of_iterator);  // others have `_copy_from`
 }
 
-SIMULATED_KERNELS("_", every_other) { library.fallback(torch::CppFunction::makeFromBoxedFunction<&run_on_host>()); }
+SIMULATED_KERNELS("_", every_other) { library.fallback(torch::CppFunction::makeFromBoxedFunction<&fallback>()); }
 
 SIMULATED_KERNELS("aten", own_kernels) {
   library.impl("empty.memory_format", empty);

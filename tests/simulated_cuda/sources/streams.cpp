@@ -345,7 +345,12 @@ Launch::~Launch() {
 }
 
 void Launch::wrote(const at::Tensor& tensor) {
-  if (is_outermost_ && tensor.defined() && tensor.device().type() == kType) written_.push_back(tensor);
+  if (!is_outermost_ || !tensor.defined() || tensor.device().type() != kType) return;
+  if (tensor.is_sparse()) {
+    for (const auto& part : parts_of(tensor)) written_.push_back(part);
+  } else {
+    written_.push_back(tensor);
+  }
 }
 
 at::Tensor Launch::made(const at::Tensor& host, c10::Device device) {

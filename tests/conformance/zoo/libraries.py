@@ -27,7 +27,7 @@ class Translator(nn.Module):
         self.head = nn.Linear(HIDDEN, OUT).double()
 
     def forward(self, x: Tensor) -> Tensor:
-        rows = self.embed(x)[:, None, :] * torch.linspace(0.5, 1.5, 3, dtype=x.dtype)[:, None]
+        rows = self.embed(x)[:, None, :] * torch.linspace(0.5, 1.5, 3, dtype=x.dtype, device=x.device)[:, None]
         return self.head(self.body(rows, rows.flip(1))).mean(1)
 
 
@@ -44,7 +44,7 @@ class Sequences(nn.Module):
         self.head = nn.Linear(HIDDEN, OUT).double()
 
     def forward(self, x: Tensor) -> Tensor:
-        rows = x[:, None, :] * torch.linspace(0.5, 1.5, 4, dtype=x.dtype)[:, None]
+        rows = x[:, None, :] * torch.linspace(0.5, 1.5, 4, dtype=x.dtype, device=x.device)[:, None]
         return self.head(self.recurrent(rows)[0][:, -1])
 
 

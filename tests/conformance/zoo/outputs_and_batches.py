@@ -438,7 +438,7 @@ class Contrastive(ZooTask):
     def loss(self, model: nn.Module, batch: Any) -> Any:
         x, y = batch
         scores = model(x) @ y.T
-        return functional.cross_entropy(scores, torch.arange(len(x)))
+        return functional.cross_entropy(scores, torch.arange(len(x), device=x.device))
 
 
 @feature("Calls", "a loss that is a sum, not a mean", declares=("mean over samples",))

@@ -360,7 +360,7 @@ class Attention(nn.Module):
         self.inner = nn.MultiheadAttention(HIDDEN, 2, dropout=0.3, batch_first=True).double()
 
     def forward(self, x: Tensor) -> Tensor:
-        rows = x[:, None, :] * torch.linspace(0.5, 1.5, 3, dtype=x.dtype)[:, None]
+        rows = x[:, None, :] * torch.linspace(0.5, 1.5, 3, dtype=x.dtype, device=x.device)[:, None]
         return self.inner(rows, rows, rows, need_weights=False)[0].mean(1)
 
 
@@ -376,7 +376,7 @@ class Recurrent(nn.Module):
         self.inner = nn.LSTM(HIDDEN, HIDDEN, num_layers=2, dropout=dropout, batch_first=True).double()
 
     def forward(self, x: Tensor) -> Tensor:
-        rows = x[:, None, :] * torch.linspace(0.5, 1.5, 3, dtype=x.dtype)[:, None]
+        rows = x[:, None, :] * torch.linspace(0.5, 1.5, 3, dtype=x.dtype, device=x.device)[:, None]
         return self.inner(rows)[0][:, -1]
 
 

@@ -99,7 +99,7 @@ class Rotary(nn.Module):
     def forward(self, x: Tensor, length: int) -> Tensor:
         if length > self.length:
             self.length = length
-            table = torch.arange(length * HIDDEN, dtype=torch.float64).reshape(length, HIDDEN).cos()
+            table = torch.arange(length * HIDDEN, dtype=x.dtype, device=x.device).reshape(length, HIDDEN).cos()
             self.register_buffer("table", table, persistent=False)
         return self.head(torch.tanh(self.embedding(x) + self.table[length - 1]))
 
@@ -170,7 +170,7 @@ class ContrastiveDropout(ZooTask):
     def loss(self, model: nn.Module, batch: Any) -> Any:
         x, _ = batch
         one, other = (functional.normalize(model(functional.dropout(x, 0.2)), dim=1) for _ in range(2))
-        return functional.cross_entropy(one @ other.T / 0.5, torch.arange(len(x)))
+        return functional.cross_entropy(one @ other.T / 0.5, torch.arange(len(x), device=x.device))
 
 
 class CompiledBetween(nn.Module):

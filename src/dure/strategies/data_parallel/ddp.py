@@ -21,7 +21,7 @@ from dure.strategies.contract.strategy import Strategy
 from dure.strategies.contract.watch.parameter_watch import Freezing
 from dure.strategies.contract.weight_rules import WeightRules
 from dure.strategies.data_parallel.compression import Compression, check_compression
-from dure.strategies.data_parallel.gradient_sums import add_up_gradients
+from dure.strategies.data_parallel.gradient_sums import add_up_gradients, sum_of_sparse
 from dure.strategies.data_parallel.options import DDPOptions
 from dure.torchcompat import buffer_option, has_finished_reduction, run_backward, without_gradient_hooks
 
@@ -45,6 +45,10 @@ _OTHER_GRAPHS = {
 
 def _summed(group: dist.ProcessGroup, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
     """Reduce a bucket to the sum over ranks."""
+    if bucket.buffer().is_sparse and bucket.buffer().device.type != "cpu":
+        done: torch.futures.Future[Tensor] = torch.futures.Future()
+        done.set_result(sum_of_sparse(bucket.buffer(), group))
+        return done
     work = dist.all_reduce(bucket.buffer(), group=group, async_op=True)
     assert work is not None
     summed: torch.futures.Future[Tensor] = work.get_future().then(lambda future: future.value()[0])

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Sequence
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from dure.comm.buckets import as_gradient_of
@@ -50,3 +51,35 @@ def used_by_any(parameters: Sequence[nn.Parameter], group: Group) -> list[nn.Par
     if all(flags):
         return [*parameters]
     return [parameter for parameter, by_how_many in zip(parameters, used.tolist(), strict=True) if by_how_many]
+
+
+def sum_of_sparse(gradient: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """Return the sum of a sparse gradient over ranks, by dense messages: NCCL has no others.
+
+    Args:
+        gradient: On an accelerator. Rows that occur several times are added first.
+        group: All ranks.
+
+    Communication: an all_gather of one number, and two of as many indices and rows as the rank with the most has. The
+    host waits for the first one.
+    """
+    own = gradient.coalesce()
+    count = torch.full((1,), own._nnz(), dtype=torch.int64, device=own.device)
+    counts = torch.cat(_gathered(count, group)).tolist()
+    places, rows = own.indices().T, own.values()
+    most = max(counts)
+    all_places, all_rows = (
+        [theirs[:number] for theirs, number in zip(_gathered(_padded(part, most), group), counts, strict=True)]
+        for part in (places, rows)
+    )
+    return torch.sparse_coo_tensor(torch.cat(all_places).T, torch.cat(all_rows), own.shape).coalesce()
+
+
+def _padded(rows: Tensor, number: int) -> Tensor:
+    return torch.cat([rows, rows.new_zeros(number - len(rows), *rows.shape[1:])])
+
+
+def _gathered(tensor: Tensor, group: dist.ProcessGroup) -> list[Tensor]:
+    gathered = [torch.empty_like(tensor) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(gathered, tensor, group=group)
+    return gathered

@@ -4,8 +4,8 @@ Weights against a loop by hand on the GPU: one rank on NCCL, two gloo ranks that
 process; every strategy, undisturbed and with a rank killed; convolutions; bf16 and fp16. These parts run side by side.
 Then, each alone: `resnet50_gpu.py`, `transformer_gpu.py`, peak memory, and a model of 1.3 billion parameters with and
 without snapshots and with a rank killed; all but this last part took six minutes and a half on an H100, with
-`--rounds 6`. `--only NAME` runs one part. Writes gpu_check.md and .json to benchmarks/results, or to $OUT. Exits 0 when
-all holds, 1 when something does not, 3 where there is no CUDA device.
+`--rounds 6`. `--only NAME` runs one part, `--matching TEXT` some checks of it. Writes gpu_check.md and .json to
+benchmarks/results, or to $OUT. Exits 0 when all holds, 1 when something does not, 3 where there is no CUDA device.
 """
 
 import argparse
@@ -83,9 +83,10 @@ class Check:
 class Checks:
     """Runs the checks one by one; one that breaks is a check that does not hold."""
 
-    def __init__(self, folder: Path, device: str) -> None:
+    def __init__(self, folder: Path, device: str, matching: str = "") -> None:
         self.folder = folder
         self.device = device
+        self.matching = matching
         self.done: list[Check] = []
         self._number = 0
 
@@ -98,6 +99,8 @@ class Checks:
         self._check(name, expected, measure, lambda value: value == expected)
 
     def _check(self, name: str, bound: Any, measure: Callable[[], Any], holds: Callable[[Any], bool]) -> None:
+        if self.matching not in name:
+            return
         start = time.perf_counter()
         try:
             value = measure()
@@ -431,6 +434,7 @@ def main() -> int:
     """Run all checks and write the page."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", choices=PARTS, action="append")
+    parser.add_argument("--matching", default="", help="only checks whose name contains this text")
     parser.add_argument("--device", default="cuda", help="cpu only tries the script out")
     parser.add_argument("--batch", type=int, default=256, help="images of a ResNet-50 step")
     parser.add_argument("--image-size", type=int, default=224)
@@ -450,7 +454,7 @@ def main() -> int:
     beside["precisions"] = precisions
     alone = {"speed": speed, "words": words, "memory": memory, "large": large}
     with tempfile.TemporaryDirectory(prefix="dure-gpu-check-") as folder:
-        checks = Checks(Path(folder), options.device)
+        checks = Checks(Path(folder), options.device, options.matching)
         children = [Child(lambda part=beside[name]: _done_by(part, checks)) for name in beside if name in parts]
         checks.done += [Check(**values) for child in children for values in child.answer()]
         for part in (alone[name] for name in alone if name in parts):
@@ -460,7 +464,7 @@ def main() -> int:
 
 
 def _done_by(part: Callable[[Checks], None], checks: Checks) -> list[dict[str, Any]]:
-    own = Checks(checks.path(part.__name__), checks.device)
+    own = Checks(checks.path(part.__name__), checks.device, checks.matching)
     own.folder.mkdir()
     part(own)
     return [asdict(check) for check in own.done]

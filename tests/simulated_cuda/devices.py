@@ -37,6 +37,12 @@ class SimulatedDevices:
         command.wait(ALLOWANCE_SECONDS)
         return command
 
+    def script(self, folder: Path, path: Path, *argv: object, devices: int = 1) -> Command:
+        """Run a program to its end."""
+        command = self._prewarmed.start(folder, *argv, script=path, SIMULATED_GPUS=str(devices))
+        command.wait(ALLOWANCE_SECONDS)
+        return command
+
     def call(
         self,
         function: Callable[..., object],

@@ -11,10 +11,11 @@ import torch
 from torch import nn
 
 import dure
-from dure.errors import SpecInvalid, WorkerFailed
+from dure.errors import DureError, SpecInvalid, WorkerFailed
+from tests.commands import Command
 from tests.conformance.cases import TO_ROUNDING, largest_difference, losses_of, train_case, weights_of
 from tests.conformance.tasks import Regression
-from tests.simulated_cuda.devices import on_devices
+from tests.simulated_cuda.devices import SimulatedDevices, on_devices
 
 pytestmark = pytest.mark.simulated
 
@@ -107,8 +108,9 @@ class Normalised(Regression):
 def test_synchronised_batchnorm_trains_as_one_process(folder: Path) -> None:
     task = Normalised()
     expected = weights_of(train_case(folder, task, **STEPS))
-    run = train_case(folder, task, "ddp", 2, device="cuda", sync_batchnorm=True, **STEPS)
-    assert largest_difference(weights_of(run), expected) < TO_ROUNDING
+    for strategy in ("ddp", "ring_ddp"):  # the latter reduces gradients itself, in the order of autograd's calls
+        run = train_case(folder, task, strategy, 2, device="cuda", sync_batchnorm=True, **STEPS)
+        assert largest_difference(weights_of(run), expected) < TO_ROUNDING, strategy
 
 
 class Expanded(Regression):
@@ -200,8 +202,14 @@ def test_two_ranks_share_a_device_if_they_are_let(folder: Path) -> None:
     os.environ["CUDA_VISIBLE_DEVICES"] = "0"
     with pytest.raises(SpecInvalid, match="nproc is 2"):
         train_case(folder, task, "ddp", 2, device="cuda", **STEPS)
-    run = train_case(folder, task, "ddp", 2, device="cuda", share_devices=True, **STEPS)
-    assert largest_difference(weights_of(run), expected) < TO_ROUNDING
+    settings = {"device": "cuda", "share_devices": True, **STEPS}
+    # gloo sends no memory of devices: messages between ranks go through that of the host
+    for strategy, more in (("ddp", {}), ("ring_ddp", {"comm": "ring"}), ("naive_ddp", {"comm": "tree"})):
+        run = train_case(folder, task, strategy, 2, **settings, **more)
+        assert largest_difference(weights_of(run), expected) < TO_ROUNDING, strategy
+    for strategy in ("fsdp", "pipeline"):
+        with pytest.raises(DureError, match="share"):
+            train_case(folder, Regression(layered=True), strategy, 2, **settings)
 
 
 @pytest.fixture
@@ -229,6 +237,8 @@ def test_bench_and_preflight_on_devices(dure_command):
     shown = dure_command("bench", "--device", "cuda", "--nproc", 2, "--max-bytes", "4KB")
     assert "backend" in shown
     assert "ring" in shown
+    words = ("--collectives", "send_recv,reduce_scatter", "--max-bytes", "4KB")
+    assert "send_recv" in dure_command("bench", "--device", "cuda", "--nproc", 2, *words)
     shown = dure_command("preflight", "--device", "cuda", "--nproc", 2)
     assert "2 x Simulated GPU, driver 580.65.06 (up to CUDA 13.0)" in shown
     dure_command("preflight", "--device", "cuda", "--nproc", 2, "--share-devices", CUDA_VISIBLE_DEVICES="1")
@@ -278,20 +288,40 @@ def test_rank_whose_device_is_lost_is_not_started_again(folder: Path) -> None:
         train_case(folder, Lost(folder=str(folder)), "ddp", 2, device="cuda", max_restarts=3, **STEPS)
 
 
-def test_ranks_that_see_a_device_each_train_together(simulated_devices, tmp_path):
+@pytest.fixture
+def launched(simulated_devices, tmp_path):
+    """Return a function that starts two ranks as a launcher does, with the devices that each sees, and ends them."""
+
+    def start(visible: tuple[str, str]) -> list[Command]:
+        return _launched(simulated_devices, tmp_path, visible)
+
+    return start
+
+
+def test_ranks_that_see_a_device_each_train_together(launched, tmp_path):
+    ranks = launched(("0", "1"))
+    assert [rank.wait() for rank in ranks] == [0, 0], [rank.err for rank in ranks]
+    assert json.loads((tmp_path / "runs/run/summary.json").read_text())["status"] == "completed"
+
+
+def test_ranks_that_see_the_same_device_are_refused(launched):
+    ranks = launched(("1", "1"))
+    assert [rank.wait() for rank in ranks] == [2, 2]
+    assert any("ranks 0, 1 have the same device GPU-5157a7ed" in rank.err for rank in ranks)
+
+
+def _launched(simulated_devices: SimulatedDevices, tmp_path: Path, visible: tuple[str, str]) -> list[Command]:
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port = listener.getsockname()[1]
     told = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "GROUP_RANK": "0", "TORCHELASTIC_RUN_ID": "one"}
     told |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     words = ("train", TASK, "--strategy", "ddp", "--device", "cuda", "--samples", 35, "--name", "run")
-    ranks = [
+    return [
         simulated_devices.start(
-            tmp_path, *words, CUDA_VISIBLE_DEVICES=str(rank), RANK=str(rank), LOCAL_RANK=str(rank), **told
+            tmp_path, *words, CUDA_VISIBLE_DEVICES=visible[rank], RANK=str(rank), LOCAL_RANK=str(rank), **told
         )
         for rank in range(2)
     ]
-    assert [rank.wait() for rank in ranks] == [0, 0], [rank.err for rank in ranks]
-    assert json.loads((tmp_path / "runs/run/summary.json").read_text())["status"] == "completed"
 
 
 def test_too_many_devices_are_refused(dure_command):

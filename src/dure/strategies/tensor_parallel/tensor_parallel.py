@@ -267,11 +267,17 @@ class TensorParallel(ShardedStrategy):
     def _keep_undivided_alike(self) -> None:
         """Copy the first rank's gradients of parameters that every rank of the tensor group has whole.
 
-        Communication: one broadcast for each `bucket_bytes` of them over the tensor group, on accelerators without
-        deterministic algorithms.
+        Communication: one broadcast for each `bucket_bytes` of them over the tensor group, and one for each sparse
+        gradient, on accelerators without deterministic algorithms.
         """
         group = self.mesh.group("tensor")
-        _exchange_gradients(self._drifting, lambda message: group.broadcast([message]))
+        messages = [[p for p in message if p.grad is None or not p.grad.is_sparse] for message in self._drifting]
+        _exchange_gradients(filter(None, messages), lambda message: group.broadcast([message]))
+        for parameter in (p for message in self._drifting for p in message):
+            if parameter.grad is not None and parameter.grad.is_sparse:
+                # of the same rows on all these ranks; each row once, so that the optimiser adds in one order
+                parameter.grad = parameter.grad.coalesce()
+                group.broadcast([parameter.grad.values()])
 
     # ranks of a tensor group must draw the same
 

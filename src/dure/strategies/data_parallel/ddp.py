@@ -23,7 +23,7 @@ from dure.strategies.contract.weight_rules import WeightRules
 from dure.strategies.data_parallel.compression import Compression, check_compression
 from dure.strategies.data_parallel.gradient_sums import add_up_gradients, sum_of_sparse
 from dure.strategies.data_parallel.options import DDPOptions
-from dure.torchcompat import buffer_option, has_finished_reduction, run_backward, without_gradient_hooks
+from dure.torchcompat import BatchNorm, buffer_option, has_finished_reduction, run_backward, without_gradient_hooks
 
 _SEVERAL_PARTS = (
     "static_graph takes the graph from the first backward that ends a step, and this step has several microbatches: "
@@ -318,6 +318,18 @@ class DDP(Strategy):
         """Drop the carrier's gradient too."""
         super().zero_gradients()
         self._carrier.grad = None
+
+    def not_preserved(self) -> list[str]:
+        """Return the differences from the one-device run; those of buffers that are not sent only if there are any."""
+        texts = super().not_preserved()
+        has_batchnorm = any(isinstance(module, BatchNorm) for module in self.model.modules())
+        learns = self.traits.learned_buffers or (has_batchnorm and self.traits.learns_statistics)
+        if learns and not self.options.broadcast_buffers and self.group.world_size > 1:
+            texts.append(
+                "broadcast_buffers is off: what a forward in training reads of buffers (BatchNorm in eval mode) is what "
+                "its own rank has learned"
+            )
+        return texts
 
     replica = whole_replica
 

@@ -1,6 +1,7 @@
 """Inspection of a loss: every trait is found by trying, and nothing stays behind."""
 
 import random
+import weakref
 from contextlib import nullcontext
 from types import SimpleNamespace
 
@@ -597,3 +598,21 @@ def test_loss_that_takes_no_single_sample_when_its_error_cannot_be_printed_then_
         return model(x).square().mean()
 
     assert traits_of(loss, layer=nn.Dropout(0.0)).fails_alone == "Unprintable: <exception str() failed>"
+
+
+def test_gradients_of_few_calls_are_in_memory_at_a_time(monkeypatch):
+    living = weakref.WeakSet()
+    numbers = []
+    of_loss = LossCalls._gradients
+
+    def counted(self, *args):
+        found = of_loss(self, *args)
+        living.update(gradient for gradient in found.values() if gradient.dim() == 2)
+        numbers.append(len(living))
+        return found
+
+    stop_clock(monkeypatch)
+    monkeypatch.setattr(LossCalls, "_gradients", counted)
+    assert traits_of() == LossTraits(learns_statistics=False)
+    assert len(numbers) > 6
+    assert max(numbers) <= 3

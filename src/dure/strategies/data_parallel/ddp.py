@@ -326,8 +326,8 @@ class DDP(Strategy):
         learns = self.traits.learned_buffers or (has_batchnorm and self.traits.learns_statistics)
         if learns and not self.options.broadcast_buffers and self.group.world_size > 1:
             texts.append(
-                "broadcast_buffers is off: what a forward in training reads of buffers (BatchNorm in eval mode) is what "
-                "its own rank has learned"
+                "broadcast_buffers is off: what a forward in training reads of buffers, as of BatchNorm in eval mode, "
+                "is what its own rank has learned"
             )
         return texts
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from dure.errors import TaskInvalid
 from dure.records.sums import exact_sum
@@ -73,34 +73,47 @@ class Additivity:
         return compare(replace(self, is_exact=False))
 
     def _difference_of(self, places: range) -> str | None:
-        whole, *parts = (self.calls.tried(part, as_in_training=False) for part in (places, *_parts_of(places)))
-        if any(one.trial.has_drawn for one in (whole, *parts)) or self.has_random_batches():
-            return self._difference_of_constants(places)
-        difference = self._difference(whole.value, [part.value for part in parts])
-        return difference or self._difference_of_gradients(whole, parts)
+        has_drawn, figures = self._compared(places)
+        return self._difference_of_constants(places) if has_drawn or self.has_random_batches() else figures
 
     def _difference_of_constants(self, places: range) -> str | None:
         """Return the figures of a loss whose parts do not add up even with constant draws, or None."""
         for quantile in self.quantiles:
-            if (tried := self._tried_with_constants(places, quantile)) is None:
-                continue
-            whole, *parts = tried
-            if any(one.trial.has_drawn for one in (whole, *parts)):
+            has_drawn, figures = self._compared_with_constants(places, quantile)
+            if has_drawn:
                 return None  # by other means than torch's, so that the loss differs each time
-            difference = self._difference(whole.value, [part.value for part in parts])
-            if difference := difference or self._difference_of_gradients(whole, parts):
-                return f"{difference} (with constants for its random numbers)"
+            if figures is not None:
+                return f"{figures} (with constants for its random numbers)"
         return None
 
-    def _tried_with_constants(self, places: range, quantile: float) -> list[Tried] | None:
-        """Try the loss of samples, and of their parts; return None if it fails, because it expects random numbers."""
+    def _compared_with_constants(self, places: range, quantile: float) -> tuple[bool, str | None]:
         try:
-            return [
-                self.calls.tried(part, as_in_training=False, draws=ConstantDraws(quantile))
-                for part in (places, *_parts_of(places))
-            ]
+            return self._compared(places, quantile)
         except (Exception, TooManyDraws):
-            return None
+            return False, None  # it expects random numbers
+
+    def _compared(self, places: range, quantile: float | None = None) -> tuple[bool, str | None]:
+        """Return whether the loss has drawn random numbers, and the figures of parts that do not add up, or None.
+
+        Gradients of all samples and of one part are in memory at a time.
+
+        Args:
+            places: Samples of the whole.
+            quantile: Quantile of constants in place of draws; None for draws.
+        """
+
+        def tried(some: range) -> Tried:
+            draws = None if quantile is None else ConstantDraws(quantile)
+            return self.calls.tried(some, as_in_training=False, draws=draws)
+
+        whole = tried(places)
+        rest = _GradientRest(whole.gradients)
+        has_drawn, values = whole.trial.has_drawn, []
+        for part in map(tried, _parts_of(places)):
+            rest.subtract(part.gradients)
+            values.append(part.value)
+            has_drawn = has_drawn or part.trial.has_drawn
+        return has_drawn, self._difference(whole.value, values) or self._figures(rest, whole.value)
 
     def is_model_additive(self, num_samples: int, size: int) -> bool:
         """Return whether the model's outputs for the first samples, and for the last, depend on no other samples.
@@ -196,26 +209,14 @@ class Additivity:
             return None  # it draws, training will raise it, or there is not enough memory
 
     def _late_gradients_of(self, places: range) -> str | None:
-        whole, left = self.calls.differentiated(places)
-        largest = max((float(gradient.norm()) for gradient in left.values()), default=0.0)
-        scales = {name: float(gradient.norm()) for name, gradient in left.items()}
+        whole, gradients = self.calls.differentiated(places)
+        rest = _GradientRest(gradients)
         values = []
         for part in _parts_of(places):
             value, gradients = self.calls.differentiated(part)
             values.append(value)
-            for name in left.keys() & gradients.keys():
-                scales[name] += float(gradients[name].norm())
-                left[name] -= gradients.pop(name)
-        if figures := self._difference(whole, values):
-            return figures
-        tolerance = 10 * self.tolerance(whole.dtype)
-        for name, gradient in left.items():
-            figures = _figures_of_gradient(
-                name, float(gradient.norm()), scales[name], largest, gradient.dtype, tolerance, len(values)
-            )
-            if figures is not None:
-                return figures
-        return None
+            rest.subtract(gradients)
+        return self._difference(whole, values) or self._figures(rest, whole)
 
     def _difference(self, whole: Value, parts: Sequence[Value]) -> str | None:
         """Return the figures of a loss that differs from that of its parts, or None."""
@@ -231,18 +232,9 @@ class Additivity:
             f"{total / count if count else math.nan:.6g} for the same samples in {len(parts)} parts"
         )
 
-    def _difference_of_gradients(self, whole: Tried, parts: Sequence[Tried]) -> str | None:
+    def _figures(self, rest: "_GradientRest", whole: Value) -> str | None:
         """Return the figures of gradients that do not add up although the losses do, or None."""
-        tolerance = 10 * self.tolerance(whole.value.dtype)  # a gradient is rounded more often than the loss
-        largest = max((float(gradient.norm()) for gradient in whole.gradients.values()), default=0.0)
-        for name, gradient in whole.gradients.items():
-            others = [part.gradients[name] for part in parts if name in part.gradients]
-            scale = float(gradient.norm()) + sum(float(other.norm()) for other in others)
-            difference = float((gradient - sum(others)).norm()) if others else float(gradient.norm())
-            figures = _figures_of_gradient(name, difference, scale, largest, gradient.dtype, tolerance, len(parts))
-            if figures is not None:
-                return figures
-        return None
+        return rest.figures(10 * self.tolerance(whole.dtype))  # a gradient is rounded more often than the loss
 
     def tolerance(self, dtype: torch.dtype) -> float:
         """Return the relative rounding of a loss of a dtype."""
@@ -253,6 +245,43 @@ class Additivity:
         """Return whether two losses, both finite, differ by more than rounding."""
         is_close = math.isclose(one.total, other.total, rel_tol=self.tolerance(one.dtype))
         return not is_close and math.isfinite(one.total + other.total)
+
+
+class _GradientRest:
+    """Rest of the gradients for all samples, from which those of parts are subtracted one after the other."""
+
+    def __init__(self, gradients: dict[str, Tensor]) -> None:
+        """Take the gradients for all samples, which are changed from now on."""
+        self._rest = gradients
+        self._scales = {name: float(gradient.norm()) for name, gradient in gradients.items()}
+        """Sum of the norms of all gradients of a parameter."""
+        self._largest = max(self._scales.values(), default=0.0)
+        self._num_parts = 0
+
+    def subtract(self, gradients: dict[str, Tensor]) -> None:
+        """Subtract the gradients of a part, and release them."""
+        self._num_parts += 1
+        for name in self._rest.keys() & gradients.keys():
+            self._scales[name] += float(gradients[name].norm())
+            self._rest[name] = self._rest[name] - gradients.pop(name)
+        gradients.clear()
+
+    def figures(self, tolerance: float) -> str | None:
+        """Return the figures of a parameter whose gradients do not add up over the parts, or None.
+
+        Args:
+            tolerance: Relative difference that counts as rounding.
+        """
+        for name, rest in self._rest.items():
+            scale, difference = self._scales[name], float(rest.norm())
+            if scale < _ROUNDED * torch.finfo(rest.dtype).eps * self._largest:
+                continue  # it is zero: a layer before a softmax, or before a norm that subtracts its mean
+            if math.isfinite(difference) and difference > tolerance * scale:
+                return (
+                    f"the gradient of {name} for all samples at once differs by {difference / scale:.2g} of its size "
+                    f"from the sum over {self._num_parts} parts"
+                )
+        return None
 
 
 def _parts_of(places: range) -> list[range]:
@@ -276,30 +305,6 @@ def _rows_of(fetch: Callable[[Sequence[int]], Any], whole: range, places: range)
     except TaskInvalid:
         return fetch(places)
     return parts[1 if before else 0]
-
-
-def _figures_of_gradient(
-    name: str, difference: float, scale: float, largest: float, dtype: torch.dtype, tolerance: float, num_parts: int
-) -> str | None:
-    """Return the figures of a parameter's gradients that do not add up over parts, or None.
-
-    Args:
-        name: Name of the parameter.
-        difference: Norm of the difference between the gradient for all samples at once and the sum over parts.
-        scale: Sum of the norms of all these gradients.
-        largest: Largest norm of a gradient for all samples at once.
-        dtype: Data type of the gradient.
-        tolerance: Relative difference that counts as rounding.
-        num_parts: Number of parts.
-    """
-    if scale < _ROUNDED * torch.finfo(dtype).eps * largest:
-        return None  # it is zero: a layer before a softmax, or before a norm that subtracts its mean
-    if not (math.isfinite(difference) and difference > tolerance * scale):
-        return None
-    return (
-        f"the gradient of {name} for all samples at once differs by {difference / scale:.2g} of its size "
-        f"from the sum over {num_parts} parts"
-    )
 
 
 def tolerance_of(model: nn.Module, *, is_exact: bool) -> float:

@@ -107,6 +107,8 @@ class LossInspection:
             started = time.monotonic()
             second = self.calls.tried(range(half, few), as_in_training=True) if few > half and not is_slow else first
             seconds_each = (time.monotonic() - started) / max(1, few - half)
+            if second is not first:
+                second.gradients.clear()  # on a device they may take a good part of its memory
             tried = range(few if is_quick else half)
             not_additive = self._additivity.difference_of(tried) if len(tried) > 1 and not is_slow else None
             later = self._later(num_samples) if is_quick and self.is_divided else _Later()
@@ -121,6 +123,8 @@ class LossInspection:
         if second is not first and self._has_copies():
             places = range(half), range(half, few)
             moved = [self.calls.tried(each, as_in_training=True, perturbs=True) for each in places]
+            for each in moved:
+                each.gradients.clear()
             state = {**moved[0].trial.state, **state[0]}, {**moved[1].trial.state, **state[1]}
             one, other = (each.buffers(self.calls.model) for each in moved)
             # they were not called on pairs of samples: there the values for the first group stand for them

@@ -179,8 +179,8 @@ def test_sent_bytes_follow_the_options(options):
         assert counted == told
 
 
-@pytest.mark.parametrize(("recomputed", "num_products"), [("all", 2), ("cheap", 1)])
-def test_results_of_products_are_kept_if_only_what_is_cheap_is_computed_again(recomputed, num_products):
+@pytest.mark.parametrize(("recompute", "num_products"), [("all", 2), ("cheap", 1)])
+def test_results_of_products_are_kept_if_only_what_is_cheap_is_computed_again(recompute, num_products):
     class Products(TorchDispatchMode):
         def __init__(self) -> None:
             super().__init__()
@@ -192,7 +192,7 @@ def test_results_of_products_are_kept_if_only_what_is_cheap_is_computed_again(re
 
     def work(group: ProcessGroup) -> int:
         model = nn.Sequential(nn.Sequential(nn.Linear(ROW, ROW), nn.Tanh()))
-        options = {"units": "0", "activation_checkpointing": True, "recomputed": recomputed}
+        options = {"units": "0", "activation_checkpointing": True, "recompute": recompute}
         strategy = prepared("fsdp", group, model, **options)
         with Products() as products, torch.autograd.set_multithreading_enabled(False):
             backward(strategy, torch.ones(2, ROW))
@@ -210,7 +210,7 @@ def test_results_of_products_are_kept_if_only_what_is_cheap_is_computed_again(re
     ("num_ranks", "settings"),
     [
         (3, {"units": "0,5", "reshard_after_forward": False}),
-        (3, {"units": "*", "activation_checkpointing": True, "recomputed": "cheap", "checkpoint_every": 2}),
+        (3, {"units": "*", "activation_checkpointing": True, "recompute": "cheap", "recompute_every": 2}),
         (4, {"units": "*", "reshard_size": 2, "prefetch": 2}),
         (4, {"mesh": "replica=2,shard=2", "reshard_after_forward": False, "units": "2,5"}),
         (4, {"mesh": "replica=4,shard=1"}),
@@ -489,12 +489,12 @@ class Odd(Regression):
         ("", {"reshard_size": 2}, "reshard_size is 2, and parameters are divided over 2 ranks: choose a smaller"),
         ("", {"reshard_size": 2, "reshard_after_forward": False}, "without reshard_after_forward they stay whole"),
         ("", {"prefetch": 1}, "prefetch gathers units ahead of others, and the model has fewer than two: name some"),
-        ("", {"recomputed": "cheap"}, "recomputed is cheap but nothing is computed again: set activation_checkpoint"),
-        ("", {"checkpoint_every": 2}, "checkpoint_every is 2 but nothing is computed again: set activation_checkpoint"),
+        ("", {"recompute": "cheap"}, "recompute is cheap but nothing is computed again: set activation_checkpoint"),
+        ("", {"recompute_every": 2}, "recompute_every is 2 but nothing is computed again: set activation_checkpoint"),
         (
             "",
-            {"recomputed": "cheap", "activation_checkpointing": True, "compile": True},
-            "recomputed is cheap, with which compiled units that work in place would compute something else",
+            {"recompute": "cheap", "activation_checkpointing": True, "compile": True},
+            "recompute is cheap, with which compiled units that work in place would compute something else",
         ),
         ("", {"mesh": "replica=2,shard=2"}, "nproc is 2 but mesh replica 2 x shard 2 needs 4"),
         ("", {"mesh": "data=2"}, "mesh names the axis data.*it knows replica and shard"),

@@ -55,7 +55,7 @@ _DEAR = [
         for kind in ("flash_attention", "flash_attention_for_cpu", "efficient_attention", "cudnn_attention")
     ),
 ]
-"""Operators whose results `recomputed` cheap keeps."""
+"""Operators whose results `recompute` cheap keeps."""
 
 
 class ObjectiveModule(nn.Module):
@@ -165,7 +165,7 @@ class FSDP(ShardedStrategy):
         """Let units compute their activations twice, and compile them: what runs between the hooks of fully_shard."""
         if self.options.activation_checkpointing:
             contexts = noop_context_fn
-            if self.options.recomputed == "cheap":
+            if self.options.recompute == "cheap":
                 contexts = functools.partial(create_selective_checkpoint_contexts, _DEAR)
             for unit in self._recomputed_units():
                 unit.module.forward = functools.partial(_recomputed, unit.module.forward, contexts)
@@ -174,7 +174,7 @@ class FSDP(ShardedStrategy):
                 module.forward = torch.compile(module.forward, mode=self.spec.compile_mode)
 
     def _recomputed_units(self) -> list[Unit]:
-        return [unit for unit in self.units if not unit.has_batchnorm][:: self.options.checkpoint_every]
+        return [unit for unit in self.units if not unit.has_batchnorm][:: self.options.recompute_every]
 
     def _reshard_after_forward(self) -> bool | int:
         return self.options.reshard_size or self.options.reshard_after_forward
@@ -433,7 +433,7 @@ class FSDP(ShardedStrategy):
         lines.append(f"gathered once per microstep: {format_bytes(sizes[-1])} outside the units")
         if self.options.activation_checkpointing:
             twice = shortened(unit.name for unit in self._recomputed_units())
-            kept = "activations not kept" if self.options.recomputed == "all" else "only results of products kept"
+            kept = "activations not kept" if self.options.recompute == "all" else "only results of products kept"
             lines.append(f"forward computed twice, {kept}: {twice}")
         return lines
 

@@ -24,10 +24,10 @@ class FSDPOptions(StrategyOptions):
     activation_checkpointing: bool = Field(
         False, description="keep no activations inside a unit, compute them again in backward"
     )
-    recomputed: Literal["all", "cheap"] = Field(
+    recompute: Literal["all", "cheap"] = Field(
         "all", description="cheap: keep the results of matrix products, convolutions and attention"
     )
-    checkpoint_every: int = Field(1, gt=0, description="compute again only every so many units")
+    recompute_every: int = Field(1, gt=0, description="compute again only every so many units")
     prefetch: int | None = Field(
         None, gt=0, description="units gathered ahead of the one that computes (default: as torch does)"
     )
@@ -48,11 +48,11 @@ class FSDPOptions(StrategyOptions):
                     "cpu_offload out",
                 )
             )
-        if self.recomputed == "cheap" and spec.compile:
+        if self.recompute == "cheap" and spec.compile:
             found.append(
                 (
-                    "recomputed",
-                    "recomputed is cheap, with which compiled units that work in place would compute something else, "
+                    "recompute",
+                    "recompute is cheap, with which compiled units that work in place would compute something else, "
                     "and torch.compile itself chooses what is cheap: leave one of them out",
                 )
             )
@@ -70,8 +70,8 @@ class FSDPOptions(StrategyOptions):
                 f"{name} is {value} but nothing is computed again: set activation_checkpointing, or leave it out",
             )
             for name, value, usual in (
-                ("recomputed", self.recomputed, "all"),
-                ("checkpoint_every", self.checkpoint_every, 1),
+                ("recompute", self.recompute, "all"),
+                ("recompute_every", self.recompute_every, 1),
             )
             if value != usual and not self.activation_checkpointing
         ]

@@ -258,8 +258,7 @@ def test_binding_when_a_device_is_near_a_node_then_threads_run_on_its_cores(
     cores = os.sched_getaffinity(0)
     # torch asks for the command numactl, which it needs for other programs only
     monkeypatch.setattr(numa.shutil, "which", lambda name: f"/usr/bin/{name}")
-    monkeypatch.setattr(numa, "_get_numa_node_index_for_gpu_index", lambda *, gpu_index: gpu_index)
-    monkeypatch.setattr(numa, "_get_allowed_logical_cpu_indices_for_numa_node", lambda *, numa_node_index: {max(cores)})
+    monkeypatch.setattr(numa, "_get_logical_cpus_to_bind_to", lambda **_: {max(cores)})
     try:
         torchcompat.bind_to_numa_node(0, "node")
         bound = [os.sched_getaffinity(int(thread.name)) for thread in Path("/proc/self/task").iterdir()]

@@ -1033,7 +1033,7 @@ def bind_to_numa_node(device: int, mode: str) -> None:
         log, level = binding.logger, binding.logger.level
         log.setLevel(logging.CRITICAL)
         try:
-            apply = binding._maybe_apply_numa_binding_to_current_process
+            apply: Any = binding._maybe_apply_numa_binding_to_current_process
             index, others = inspect.signature(apply).parameters  # `device_index` since torch 2.14
             apply(**{index: device, others: options})
         finally:

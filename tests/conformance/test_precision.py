@@ -1,5 +1,6 @@
 """bf16 and fp16 under accumulation do what a loop written by hand does; compiled is as uncompiled."""
 
+import functools
 import json
 import shutil
 
@@ -134,6 +135,39 @@ class Blocks(Regression):
 
     def build_model(self):
         return nn.Sequential(*(Block() for _ in range(4)))
+
+
+class PairsOfBlocks(Regression):
+    """Chain of pairs of blocks."""
+
+    def build_model(self):
+        return nn.Sequential(*(nn.Sequential(Block(), Block()) for _ in range(2)))
+
+
+@pytest.fixture
+def translated(monkeypatch):
+    """Let `torch.compile` trace code, and run it as traced, which takes no time."""
+    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="eager"))
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")  # torch's own
+@pytest.mark.parametrize(
+    ("settings", "compiled"),
+    [
+        ({"units": "*,*.0"}, ["0.0", "1.0"]),
+        ({"units": "*,*.0", "activation_checkpointing": True}, ["0.0", "1.0"]),
+        ({"units": "*", "activation_checkpointing": True}, ["0.0", "0.1", "1.0", "1.1"]),
+    ],
+    ids=["nested", "nested-recomputed", "recomputed"],
+)
+def test_units_without_units_inside_are_compiled(tmp_path, translated, settings, compiled):
+    usual = {"global_batch_size": 8, "samples": 24}
+    plain = weights_of(train_case(tmp_path, PairsOfBlocks(), **usual))
+    weights = weights_of(train_case(tmp_path, PairsOfBlocks(), "fsdp", 2, compile=True, **usual, **settings))
+    marks = {name for name, value in weights.items() if name.endswith("was_compiled") and value}
+    assert marks == {f"{name}.was_compiled" for name in compiled}
+    others = [{name: one[name] for name in one if not name.endswith("was_compiled")} for one in (plain, weights)]
+    assert largest_difference(*others) < TO_ROUNDING
 
 
 @pytest.mark.slow

@@ -162,16 +162,24 @@ class FSDP(ShardedStrategy):
         return model
 
     def _change_forwards(self, model: nn.Module) -> None:
-        """Let units compute their activations twice, and compile them: what runs between the hooks of fully_shard."""
+        """Compile units, which is what runs between the hooks of fully_shard, and let them compute activations twice.
+
+        What is recomputed is compiled code, and not the other way round: a compiler cannot trace all of a checkpoint.
+        """
+        if self.spec.compile:
+            for module in self._compiled_modules(model):
+                module.forward = torch.compile(module.forward, mode=self.spec.compile_mode)
         if self.options.activation_checkpointing:
             contexts = noop_context_fn
             if self.options.recompute == "cheap":
                 contexts = functools.partial(create_selective_checkpoint_contexts, _DEAR)
             for unit in self._recomputed_units():
                 unit.module.forward = functools.partial(_recomputed, unit.module.forward, contexts)
-        if self.spec.compile:
-            for module in [unit.module for unit in self.units] or [model]:
-                module.forward = torch.compile(module.forward, mode=self.spec.compile_mode)
+
+    def _compiled_modules(self, model: nn.Module) -> list[nn.Module]:
+        """Return the units without units inside of them, whose hooks the compiler cannot trace; else the model."""
+        units = [unit.module for unit in self.units]
+        return [unit for unit in units if not {*unit.modules()} & ({*units} - {unit})] or [model]
 
     def _recomputed_units(self) -> list[Unit]:
         return [unit for unit in self.units if not unit.has_batchnorm][:: self.options.recompute_every]

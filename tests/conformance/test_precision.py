@@ -170,6 +170,45 @@ def test_units_without_units_inside_are_compiled(tmp_path, translated, settings,
     assert largest_difference(*others) < TO_ROUNDING
 
 
+class HardestLater(Regression):
+    """Task that averages the larger half of a batch's errors once a weight has moved far enough."""
+
+    def build_model(self):
+        model = super().build_model()
+        model.first = torch.nn.Buffer(next(model.parameters()).detach().clone())
+        return model
+
+    def loss(self, model, batch):
+        x, y, _ = batch
+        errors = (model(x) - y).square().mean((1, 2))
+        has_moved = float((next(model.parameters()).flatten()[0] - model.first.flatten()[0]).abs()) > 0.01
+        return errors.topk(max(1, len(errors) // 2)).values.mean() if has_moved else errors.mean()
+
+
+def test_loss_that_is_no_mean_later_is_declared_if_the_model_is_compiled_too(tmp_path, translated):
+    settings = {"global_batch_size": 8, "samples": 64, "compile": True, "checkpoint": {"every_samples": 16}}
+    run = train_case(tmp_path, HardestLater(), "ddp", 2, **settings)
+    declared = json.loads((run / "summary.json").read_text())["not_preserved"]
+    assert any("the loss is no mean over samples" in text and "steps)" in text for text in declared)
+
+
+class KeepsWorst(Regression):
+    """Metrics keep the largest error."""
+
+    worst = 0.0
+
+    def metrics(self, model, batch):
+        self.worst = max(self.worst, float((model(batch[0]) - batch[1]).abs().max()))
+        return super().metrics(model, batch)
+
+
+def test_state_that_an_evaluation_keeps_is_declared_if_the_model_is_compiled_too(tmp_path, translated):
+    settings = {"global_batch_size": 8, "samples": 16, "compile": True, "eval_every_epochs": 0.1}
+    run = train_case(tmp_path, KeepsWorst(), "ddp", 2, **settings)
+    declared = json.loads((run / "summary.json").read_text())["not_preserved"]
+    assert any("state that the evaluation keeps (task.worst)" in text for text in declared)
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 @pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated:DeprecationWarning")

@@ -89,11 +89,10 @@ class LateInspection:
         return not self._needs_all and time.monotonic() - self._looked_at > _PAUSE_SECONDS
 
     def _is_comparable(self) -> bool:
-        strategy, spec = self._session.strategy, self._session.spec
-        traits = strategy.traits
+        strategy, traits = self._session.strategy, self._session.strategy.traits
         has_traces = traits.data_changes or bool(traits.changed_parameters or traits.left_state)
-        is_divided = len(strategy.parts.of_loss(spec.global_batch_size)) > 1
-        return is_divided and strategy.is_synchronous and not (traits.not_additive or has_traces or spec.compile)
+        is_divided = len(strategy.parts.of_loss(self._session.spec.global_batch_size)) > 1
+        return is_divided and strategy.is_synchronous and not (traits.not_additive or has_traces)
 
     def _difference(self) -> str | None:
         """Return the figures of a loss whose parts do not add up, or None."""

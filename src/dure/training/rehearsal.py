@@ -352,7 +352,7 @@ def rehearse_evaluation(session: Session, best: Best) -> list[str]:
         TaskInvalid: The evaluation changes weights or the optimiser's settings, counts incorrectly, or fails with a
             divided model.
     """
-    if session.eval_loader is None or session.spec.compile:  # compiling for two samples would be wasted
+    if session.eval_loader is None:
         return []
     strategy, model = session.strategy, session.strategy.model
     before = ObjectState({**strategy.objects, "model": model})
@@ -472,10 +472,11 @@ def few_evaluated(
         num_samples: Number of available samples.
     """
     few = min(_NUM_SAMPLES, num_samples)
-    at_once, in_parts = (
-        evaluate(session.task, session.strategy, loader.without_workers(), num_samples=few, batch_size=size)
-        for size in (few, max(1, few // 2))
-    )
+    with torchcompat.without_compilation():  # compiling for so few would be wasted
+        at_once, in_parts = (
+            evaluate(session.task, session.strategy, loader.without_workers(), num_samples=few, batch_size=size)
+            for size in (few, max(1, few // 2))
+        )
     return at_once, in_parts, few
 
 
@@ -507,9 +508,10 @@ def few_losses(session: Session, loader: Loader, num_samples: int, tolerance: fl
         )
         return found["loss"].value
 
-    at_once, in_parts = loss(few), loss(max(1, few // 2))
-    if at_once == in_parts or math.isclose(loss(few, session.spec.seed + 1), at_once, rel_tol=tolerance):
-        return at_once, in_parts, few
+    with torchcompat.without_compilation():
+        at_once, in_parts = loss(few), loss(max(1, few // 2))
+        if at_once == in_parts or math.isclose(loss(few, session.spec.seed + 1), at_once, rel_tol=tolerance):
+            return at_once, in_parts, few
     return None
 
 

@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import dure
 from dure.comm.groups import ProcessGroup
-from dure.errors import SpecInvalid, TaskInvalid
+from dure.errors import SpecInvalid, TaskInvalid, WorkerFailed
 from dure.strategies.sharded.fsdp import FSDP
 from dure.training.checkpoints.reader import verify
 from tests.comm.gloo_ranks import on_ranks
@@ -27,7 +27,7 @@ from tests.conformance.cases import (
     train_case,
     weights_of,
 )
-from tests.conformance.tasks import Normalised, Regression
+from tests.conformance.tasks import WIDTH, Normalised, Regression
 from tests.conformance.test_failures import Branching
 from tests.conformance.test_precision import STEPS as HALF_STEPS
 from tests.conformance.test_precision import Steep
@@ -177,6 +177,43 @@ def test_sent_bytes_follow_the_options(options):
 
     for counted, told in on_ranks(4, work):
         assert counted == told
+
+
+class CountsCalls(nn.Linear):
+    """Layer that counts its calls and scales by their number."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__(width, width, dtype=torch.float64)
+        self.register_buffer("calls", torch.zeros((), dtype=torch.float64))
+
+    def forward(self, x):
+        if self.training:
+            self.calls += 1
+        return super().forward(x) * (1 + self.calls / 100)
+
+
+class Counted(Regression):
+    """Task whose model counts calls in the first layers."""
+
+    num_counted: int = 1
+
+    def build_model(self):
+        layers = [CountsCalls(WIDTH) for _ in range(self.num_counted)]
+        return nn.Sequential(*layers, *(nn.Linear(WIDTH, WIDTH, dtype=torch.float64) for _ in range(2 - len(layers))))
+
+
+RECOMPUTED = {"global_batch_size": 8, "samples": 24, "units": "*", "activation_checkpointing": True}
+
+
+def test_unit_that_counts_its_calls_is_not_computed_twice(tmp_path):
+    plain = weights_of(train_case(tmp_path, Counted(), global_batch_size=8, samples=24))
+    assert plain["0.calls"] == 3
+    assert largest_difference(plain, weights_of(train_case(tmp_path, Counted(), "fsdp", 2, **RECOMPUTED))) < TO_ROUNDING
+
+
+def test_units_that_all_count_their_calls_are_not_taken_to_be_computed_twice(tmp_path):
+    with pytest.raises(WorkerFailed, match=r"finds no unit to compute twice, because 0.calls, 1.calls would change"):
+        train_case(tmp_path, Counted(num_counted=2), "fsdp", 2, **RECOMPUTED)
 
 
 @pytest.mark.parametrize(("recompute", "num_products"), [("all", 2), ("cheap", 1)])

@@ -136,6 +136,18 @@ class FSDP(ShardedStrategy):
             )
         return faults
 
+    def check_traits(self, model: nn.Module) -> list[str]:
+        """Refuse to compute units twice if each of them changes its own state in forward."""
+        faults = super().check_traits(model)
+        units = [] if faults or not self.options.activation_checkpointing else find_units(model, self.options.units)
+        if units and not self._can_be_recomputed(units):
+            changed = few([path for unit in units for path in self._changed_in(unit)])
+            faults.append(
+                f"activation_checkpointing finds no unit to compute twice, because {changed} would change twice: name "
+                "other units with --fsdp.units, or leave it out"
+            )
+        return faults
+
     def place(self, model: nn.Module) -> nn.Module:
         """Shard the model, starting with the units; 0-dim parameters stay whole, having no dimension to divide."""
         if self.spec.sync_batchnorm:
@@ -182,7 +194,17 @@ class FSDP(ShardedStrategy):
         return [unit for unit in units if not {*unit.modules()} & ({*units} - {unit})] or [model]
 
     def _recomputed_units(self) -> list[Unit]:
-        return [unit for unit in self.units if not unit.has_batchnorm][:: self.options.recompute_every]
+        return self._can_be_recomputed(self.units)[:: self.options.recompute_every]
+
+    def _can_be_recomputed(self, units: Sequence[Unit]) -> list[Unit]:
+        return [unit for unit in units if not unit.has_batchnorm and not self._changed_in(unit)]
+
+    def _changed_in(self, unit: Unit) -> list[str]:
+        """Return buffers and counters of a unit that the loss was seen to change; other plain state is declared."""
+        traits = self.traits
+        counters = [path.removeprefix("model.") for path in traits.counted_state if path.startswith("model.")]
+        changed = dict.fromkeys((*traits.learned_buffers, *traits.counted_buffers, *traits.model_buffers, *counters))
+        return [path for path in changed if path.startswith(f"{unit.name}.")]
 
     def _reshard_after_forward(self) -> bool | int:
         return self.options.reshard_size or self.options.reshard_after_forward

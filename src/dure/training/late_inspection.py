@@ -7,6 +7,7 @@ are checked before every checkpoint. Before some checkpoints a few losses are al
 import itertools
 import math
 import time
+from collections.abc import Sequence
 from dataclasses import replace
 
 from dure.data.randomness import GeneratorStates
@@ -47,17 +48,18 @@ class LateInspection:
         self._place = 0
         """Place, in the order of training, of the first sample for the next comparison."""
 
-    def new_declarations(self, step: int, *, is_last: bool) -> list[str]:
+    def new_declarations(self, step: int, *, found: Sequence[str] = (), is_last: bool) -> list[str]:
         """Inspect the loss, and return new declarations of what the run does not preserve.
 
         Communication: one gathered JSON message, and that of three small evaluations if ranks evaluate together.
 
         Args:
             step: Number of completed steps.
+            found: Declarations that this rank has found elsewhere.
             is_last: Whether this is the last call.
         """
         strategy = self._session.strategy
-        traits, texts = strategy.traits, []
+        traits, texts = strategy.traits, [*found]
         if (
             self._generators is not None
             and not strategy.first_steps.has_drawn

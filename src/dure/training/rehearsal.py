@@ -3,7 +3,7 @@
 import math
 import time
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
@@ -395,6 +395,7 @@ def rehearse_evaluation(session: Session, best: Best) -> list[str]:
             "model.training is true, or in the optimiser's step"
         )
     missed = strategy.missed_state(changed)
+    session.set_by_evaluation.update(changed)
     changed += buffers.changed()
     buffers.put_back()
     texts = []
@@ -408,11 +409,21 @@ def rehearse_evaluation(session: Session, best: Best) -> list[str]:
             f"state outside of model and task ({few_of(variables)}): every process that evaluates writes it, and "
             "neither a restart nor a resume brings it back (keep what the loss needs in attributes)"
         )
-    if changed and strategy.share.count * len(strategy.evaluation_models()) > 1:
-        texts.append(f"state that the evaluation keeps ({few_of(changed)}): of the batches that each rank evaluates")
+    if changed and is_divided_in_evaluation(strategy):
+        texts.append(kept_by_evaluation(changed))
     elif missed:
         texts.append(f"state that the evaluation keeps ({few_of(missed)}): not on every rank that uses it")
     return texts
+
+
+def is_divided_in_evaluation(strategy: Strategy) -> bool:
+    """Return whether ranks or devices evaluate batches of their own."""
+    return strategy.share.count * len(strategy.evaluation_models()) > 1
+
+
+def kept_by_evaluation(paths: Sequence[str]) -> str:
+    """Return the declaration of state that evaluations change, if they are divided."""
+    return f"state that the evaluation keeps ({few_of(paths)}): of the batches that each rank evaluates"
 
 
 @contextmanager

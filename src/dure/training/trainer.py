@@ -23,7 +23,7 @@ from dure.training.best_metric import Best
 from dure.training.late_inspection import LateInspection
 from dure.training.loop import Boundary, StepOutcome, TrainingLoop
 from dure.training.progress import Progress
-from dure.training.rehearsal import asked_schedule, rehearse_evaluation
+from dure.training.rehearsal import asked_schedule, is_divided_in_evaluation, kept_by_evaluation, rehearse_evaluation
 from dure.training.run_state.capture import Progression
 from dure.training.run_state.checkpoint_policy import Checkpointer
 from dure.training.run_state.factor_check import FactorCheck
@@ -321,7 +321,9 @@ class Trainer:
         self.current_phase("training")
         self._note_between_evaluations()
         self._report_not_kept()
-        if texts := self._together(lambda: self.late.new_declarations(self.position.step, is_last=is_last)):
+        found = self._kept_by_late_evaluations()
+        step = self.position.step
+        if texts := self._together(lambda: self.late.new_declarations(step, found=found, is_last=is_last)):
             self._event(events.NotPreserved(texts=tuple(texts)))
         if self._loaders_differ():
             self._event(events.NotPreserved(texts=(FOLLOWS_STATE,)))
@@ -360,6 +362,13 @@ class Trainer:
         known = (*traits.learned_state, *traits.counted_state, *set_elsewhere, *drawn)
         paths = self.session.kept.changed_since(known)
         return [path for path in paths if path.startswith("model.")] if strategy.is_loss_whole else paths
+
+    def _kept_by_late_evaluations(self) -> list[str]:
+        """Return the declaration of plain state that evaluations change, and the rehearsed one did not."""
+        strategy, traits = self.session.strategy, self.session.strategy.traits
+        known = {*self.session.set_by_evaluation, *self._follows_weights, *traits.learned_state, *traits.counted_state}
+        late = sorted(self._set_by_evaluation - known)
+        return [kept_by_evaluation(late)] if late and is_divided_in_evaluation(strategy) else []
 
     def _note_between_evaluations(self) -> None:
         if self._evaluated is not None:

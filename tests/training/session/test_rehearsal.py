@@ -262,6 +262,29 @@ def test_buffer_that_an_evaluation_replaces_is_declared_where_ranks_evaluate_the
     assert any("state that the evaluation keeps (1.mean)" in text for text in declared)
 
 
+class KeepsLater(Regression):
+    """Metrics keep an error once the model is trained, which is after the rehearsal."""
+
+    kept = 0.0
+
+    def build_model(self):
+        model = super().build_model()
+        self.first = sum(parameter.detach().sum().item() for parameter in model.parameters())
+        return model
+
+    def metrics(self, model, batch):
+        if sum(parameter.detach().sum().item() for parameter in model.parameters()) != self.first:
+            self.kept = float((model(batch[0]) - batch[1]).abs().max())
+        return super().metrics(model, batch)
+
+
+@pytest.mark.parametrize(("strategy", "is_declared"), [("ddp", True), ("single", False)])
+def test_state_that_evaluations_begin_to_keep_later_is_declared_where_they_are_divided(strategy, is_declared, tmp_path):
+    run = train_case(tmp_path, KeepsLater(), strategy, 1 + is_declared, eval_every_epochs=0.5, **STEPS)
+    declared = json.loads((run / "summary.json").read_text())["not_preserved"]
+    assert any("state that the evaluation keeps (task.kept)" in text for text in declared) == is_declared
+
+
 class SetsVariable(Regression):
     """Metrics set an environment variable that the loss reads."""
 

@@ -77,6 +77,8 @@ class Session:
     """Differences between this task and the same task built in one process."""
     kept: KeptState
     """Plain state other than that of model and optimiser."""
+    set_by_evaluation: set[str] = dataclasses.field(default_factory=set)
+    """Plain state that the rehearsed evaluation changed."""
 
 
 def open_rank_group(spec: RunSpec, place: Place) -> tuple[Group, tuple[torch.device, ...]]:

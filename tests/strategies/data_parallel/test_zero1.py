@@ -345,3 +345,28 @@ class TrainsNothing(Regression):
 def test_an_optimiser_without_a_trainable_parameter_is_refused(tmp_path):
     with pytest.raises(SpecInvalid, match="the optimiser SGD holds no trainable parameter, so there is nothing to"):
         train_case(tmp_path, TrainsNothing(), "zero1", 2, **STEPS)
+
+
+class FrozenBySchedule(Regression):
+    """Task whose schedule freezes a layer before the last step."""
+
+    def build_model(self):
+        self.model = super().build_model()
+        return self.model
+
+    def build_optimizer(self, model):
+        self.model = model
+        return super().build_optimizer(model)
+
+    def build_schedule(self, optimizer, total_samples):
+        def schedule(samples: int) -> float:
+            self.model.inner.requires_grad_(samples < total_samples - 7)
+            return 1.0
+
+        return schedule
+
+
+def test_schedule_that_freezes_is_refused_before_the_step(tmp_path):
+    with pytest.raises(WorkerFailed, match="the task froze inner") as caught:
+        train_case(tmp_path, FrozenBySchedule(), "zero1", 2, global_batch_size=7, samples=28)
+    assert caught.value.exit_code == 2

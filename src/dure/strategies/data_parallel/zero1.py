@@ -80,6 +80,12 @@ class ZeRO1(DDP):
         own: list[nn.Parameter] = [parameter for group in self.stepped.param_groups for parameter in group["params"]]
         self._own_bytes = sum(parameter.numel() * parameter.element_size() for parameter in own)
 
+    def check_groups(self) -> None:
+        """Refuse parameters that the schedule has frozen too: torch would step them on one rank, and not send them."""
+        super().check_groups()
+        if (freezing := self.watch.freezing()) is not None:
+            self.follow_freezing(freezing)
+
     def state_dict(self) -> StrategyState:
         """Return the weights, this rank's part of the optimiser's state, and the groups with all their names."""
         groups = [

@@ -345,6 +345,8 @@ def _kept_groups(optimizer: Optimizer) -> Iterator[None]:
 def rehearse_evaluation(session: Session, best: Best) -> list[str]:
     """Evaluate a few samples, so that an error in the metrics appears now and not after the first epoch.
 
+    Communication: that of two small evaluations, and one gathered JSON message.
+
     Returns:
         Declarations of what the run does not preserve.
 
@@ -395,7 +397,7 @@ def rehearse_evaluation(session: Session, best: Best) -> list[str]:
             "model.training is true, or in the optimiser's step"
         )
     missed = strategy.missed_state(changed)
-    session.set_by_evaluation.update(changed)
+    session.set_by_evaluation.update(*session.group.all_gather_json(changed))
     changed += buffers.changed()
     buffers.put_back()
     texts = []

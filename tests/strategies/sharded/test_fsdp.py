@@ -1,5 +1,6 @@
 """Parameters, gradients and optimiser state are divided as the table says, and what cannot be is refused."""
 
+import copy
 from typing import Any
 
 import pytest
@@ -214,6 +215,46 @@ def test_unit_that_counts_its_calls_is_not_computed_twice(tmp_path):
 def test_units_that_all_count_their_calls_are_not_taken_to_be_computed_twice(tmp_path):
     with pytest.raises(WorkerFailed, match=r"finds no unit to compute twice, because 0.calls, 1.calls would change"):
         train_case(tmp_path, Counted(num_counted=2), "fsdp", 2, **RECOMPUTED)
+
+
+class ChangesInput(nn.Linear):
+    def forward(self, x):
+        x += super().forward(x.clone())
+        return x
+
+
+class InPlace(Regression):
+    """Task whose layers change their inputs."""
+
+    def build_model(self):
+        return nn.Sequential(*(ChangesInput(WIDTH, WIDTH, dtype=torch.float64) for _ in range(2)))
+
+    def loss(self, model, batch):
+        return super().loss(model, (batch[0].clone(), *batch[1:]))
+
+
+class CopiesUnits(Regression):
+    """Task that keeps a copy of the model, made in build_optimizer."""
+
+    def build_model(self):
+        return nn.Sequential(*(nn.Linear(WIDTH, WIDTH, dtype=torch.float64) for _ in range(2)))
+
+    def build_optimizer(self, model):
+        self.teacher = copy.deepcopy(model)
+        return super().build_optimizer(model)
+
+
+@pytest.mark.parametrize(
+    ("task", "why"),
+    [
+        (InPlace, "a unit changes one of its inputs in place"),
+        (CopiesUnits, r"the task copies the model or a part of it \(copy.deepcopy\)"),
+    ],
+)
+def test_what_units_cannot_do_is_refused_in_a_sentence(task, why, tmp_path):
+    with pytest.raises(WorkerFailed, match=why) as caught:
+        train_case(tmp_path, task(), "fsdp", 2, global_batch_size=8, samples=16, units="1")
+    assert caught.value.exit_code == 2
 
 
 @pytest.mark.parametrize(("recompute", "num_products"), [("all", 2), ("cheap", 1)])

@@ -11,7 +11,7 @@ import functools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -265,6 +265,8 @@ class FSDP(ShardedStrategy):
             offload_policy=self._offload_policy(),
             **settings,
         )
+        kind: Any = type(module)
+        kind.__deepcopy__ = _refuse_copy
 
     def _offload_policy(self) -> OffloadPolicy:
         if not self.options.cpu_offload:
@@ -548,11 +550,23 @@ def _without_base(tensor: Tensor) -> Tensor:
     return tensor.clone() if tensor.requires_grad and tensor._base is not None else tensor
 
 
+def _refuse_copy(*_: Any) -> NoReturn:
+    raise TaskInvalid(
+        "the task copies the model or a part of it (copy.deepcopy), which under fsdp has shards in place of weights: "
+        "make the copy in build_model, where they are whole, or use ddp"
+    )
+
+
 @contextmanager
 def _explained() -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
+        if "is a view and is being modified inplace" in str(error):
+            raise TaskInvalid(
+                "a unit changes one of its inputs in place, which fully_shard gives it as a view: let it make a new "
+                "tensor (x = x + y), name other units with --fsdp.units, or use ddp"
+            ) from error
         if "mixed torch.Tensor and DTensor" not in str(error):
             raise
         raise TaskInvalid(

@@ -1100,11 +1100,32 @@ def without_compilation() -> AbstractContextManager[None]:
     return _without_compilation
 
 
+_as_written = threading.local()
+
+
+def _is_all_as_written() -> bool:
+    return bool(getattr(_as_written, "is_set", False))
+
+
+@contextmanager
+def all_as_written() -> Iterator[None]:
+    """Let this thread run compiled code as it is written, that of `with_compilation` too."""
+    before = _is_all_as_written()
+    _as_written.is_set = True
+    try:
+        with without_compilation():
+            yield
+    finally:
+        _as_written.is_set = before
+
+
 def with_compilation(compiled: Callable[..., Any]) -> Callable[..., Any]:
     """Return a function that runs compiled code as such, even inside of `without_compilation`."""
 
     @functools.wraps(compiled)
     def run(*args: Any, **kwargs: Any) -> Any:
+        if _is_all_as_written():
+            return compiled(*args, **kwargs)
         with torch.compiler.set_stance("default"):
             return compiled(*args, **kwargs)
 

@@ -485,7 +485,7 @@ def few_evaluated(
         num_samples: Number of available samples.
     """
     few = min(_NUM_SAMPLES, num_samples)
-    with torchcompat.without_compilation():  # compiling for so few would be wasted
+    with torchcompat.all_as_written():  # compiling for so few would be wasted
         at_once, in_parts = (
             evaluate(session.task, session.strategy, loader.without_workers(), num_samples=few, batch_size=size)
             for size in (few, max(1, few // 2))
@@ -521,7 +521,7 @@ def few_losses(session: Session, loader: Loader, num_samples: int, tolerance: fl
         )
         return found["loss"].value
 
-    with torchcompat.without_compilation():
+    with torchcompat.all_as_written():
         at_once, in_parts = loss(few), loss(max(1, few // 2))
         if at_once == in_parts or math.isclose(loss(few, session.spec.seed + 1), at_once, rel_tol=tolerance):
             return at_once, in_parts, few

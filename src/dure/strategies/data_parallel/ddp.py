@@ -242,9 +242,10 @@ class DDP(Strategy):
         return torch.addcmul(base, unit, loss)
 
     def _unused_cure(self) -> str:
+        instead = ", and no static_graph" if self.options.static_graph else ""
         return (
-            f"pass --{self.info.flag}.find-unused-parameters=true, use their output in the loss, or freeze them "
-            "(requires_grad=False)"
+            f"pass --{self.info.flag}.find-unused-parameters=true{instead}, use their output in the loss, or freeze "
+            "them (requires_grad=False)"
         )
 
     def _after_first_backward(self) -> None:

@@ -37,7 +37,7 @@ INSTALL = @echo "installing into $(VENV) (torch is large: this can take minutes,
 GPU_PYTHON ?= 3.12
 GPU_PLATFORMS := $(foreach glibc,2_28 2_27 2_17 2_12,manylinux_$(glibc)_x86_64) manylinux2014_x86_64
 GPU_PACKAGES := annotated-types attrs cyclopts docstring-parser markdown-it-py mdurl nvidia-ml-py psutil pydantic \
-	pydantic-core pygments rich rich-rst safetensors xxhash typing-extensions typing-inspection
+	pydantic-core pygments rich rich-rst safetensors typing-extensions typing-inspection xxhash
 
 CLUSTER_VENV ?= .venv-cluster
 CLUSTER_PACKAGES := slurmctld slurmd slurm-client munge openmpi-bin

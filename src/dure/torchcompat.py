@@ -427,13 +427,9 @@ def meet_at_served_store(host: str, port: int) -> None:
 # -- DistributedDataParallel -------------------------------------------------------------------------------------
 
 
-def has_finished_reduction(engine: DistributedDataParallel) -> bool:
-    """Return whether backward produced every gradient that DDP reduces: other ranks wait for a missing one."""
-    try:
-        engine._check_reducer_finalized()
-    except RuntimeError:
-        return False
-    return True
+def reduction_check(engine: DistributedDataParallel) -> Callable[[], None]:
+    """Return a function that raises RuntimeError if backward lacked a gradient that DDP reduces: other ranks wait."""
+    return engine.reducer._check_reducer_finalized
 
 
 # -- ZeroRedundancyOptimizer -------------------------------------------------------------------------------------

@@ -35,11 +35,12 @@ from dure.strategies.contract.watch.first_steps import FirstSteps
 from dure.strategies.contract.watch.group_watch import ADDED, GroupWatch
 from dure.strategies.contract.watch.hidden_state import StateGuard
 from dure.strategies.contract.watch.parameter_watch import Freezing, ParameterWatch, freezing_fault
+from dure.strategies.contract.watch.settings_watch import SettingsWatch
 from dure.strategies.contract.weight_rules import WeightRules
 from dure.strategies.state.batchnorm import convert_sync_batchnorm
 from dure.strategies.state.common_buffers import broadcast_buffers
 from dure.strategies.state.hooks import gradient_hooks
-from dure.strategies.state.optimizer import optimizer_to_names, settings_of
+from dure.strategies.state.optimizer import optimizer_to_names
 from dure.strategies.state.saved_state import CarriedState, StateSource, StrategyState
 from dure.strategies.state.tensor_shard import Needs, rectangles, whole_buffers
 from dure.torchcompat import move_module, run_backward
@@ -139,6 +140,7 @@ class Strategy(ABC):
         optimizer_to_names(self.model, self.optimizer)  # refuses what no checkpoint could name, before the first step
         self.distribute()
         self._groups = GroupWatch(self.optimizer, self.built_optimizer, parameters=self.model.parameters())
+        self._settings = SettingsWatch(self.built_optimizer)
         self._is_divided = self.group.world_size > 1 or self.parts.calls_per_step() > 1
         """True if the loss sees a step's batch in parts, here or on other ranks."""
         self.state_guard: AbstractContextManager[None] = _AS_IT_IS
@@ -401,7 +403,8 @@ class Strategy(ABC):
 
     def watched(self, function: Callable[..., Any], *args: Any) -> Any:
         """Call a function of the task under autocast, and act on its changes to parameters and optimiser."""
-        settings = settings_of(self.built_optimizer) if self._is_divided else None
+        if self._is_divided:
+            self._settings.note()
         if self._is_bare:  # entering contexts that do nothing takes two microseconds of every step
             calls = self.watch.calls
             calls.append(None)
@@ -412,7 +415,7 @@ class Strategy(ABC):
         else:
             with self.watch, self.precision.autocast(), self.state_guard:
                 result = self.computed(function, *args)
-        if settings is not None and settings_of(self.built_optimizer) != settings:
+        if self._is_divided and self._settings.have_changed():
             raise TaskInvalid(
                 "the task's loss changes the optimiser's settings or groups, which each of its calls on a part of a "
                 "batch would do for itself: return a function of the samples seen from build_schedule, or write an "

@@ -23,7 +23,7 @@ from dure.strategies.contract.weight_rules import WeightRules
 from dure.strategies.data_parallel.compression import Compression, check_compression
 from dure.strategies.data_parallel.gradient_sums import add_up_gradients, sum_of_sparse
 from dure.strategies.data_parallel.options import DDPOptions
-from dure.torchcompat import BatchNorm, buffer_option, has_finished_reduction, run_backward, without_gradient_hooks
+from dure.torchcompat import BatchNorm, buffer_option, reduction_check, run_backward, without_gradient_hooks
 
 _SEVERAL_PARTS = (
     "static_graph takes the graph from the first backward that ends a step, and this step has several microbatches: "
@@ -133,6 +133,7 @@ class DDP(Strategy):
             static_graph=self.options.static_graph,
             **buffer_option(sends_in_forward=self.options.broadcast_buffers),
         )
+        self._check_reduction = reduction_check(self.engine)
         self._finds_unused = self.options.find_unused_parameters or self.options.static_graph
         if not (self._finds_unused or has_sparse_gradients):
             # when it searches for unused parameters DDP keeps its first order; a rehearsal has no sparse gradients, and
@@ -204,11 +205,13 @@ class DDP(Strategy):
             microbatch = following
         if self._is_first_step:
             self._after_first_backward()
-        if not has_finished_reduction(self.engine):
+        try:
+            self._check_reduction()
+        except RuntimeError as error:
             raise UnusedParameters(
                 "a parameter got no gradient from a rank's last microbatch, and ddp waits for all of them: "
                 f"{self._unused_cure()}"
-            )
+            ) from error
 
     def _backward(self, microbatch: Microbatch, global_samples: int, requests: Requests) -> None:
         root, carried = self.engine(microbatch, global_samples)
@@ -274,10 +277,8 @@ class DDP(Strategy):
         Communication: in addition to DDP's own, one all_reduce for each gradient of a parameter that was unfrozen
         during the run.
         """
-        add_up_gradients(self._late, self.group)
-        for parameter in self._late:
-            if parameter.grad is not None:
-                parameter.grad /= self.gradient_divisor
+        if self._late:
+            self._reduce_late()
         facts = self._carrier.grad
         assert facts is not None
         if self.compression is not None:
@@ -291,6 +292,12 @@ class DDP(Strategy):
         summed = facts * self.gradient_divisor
         self.sums.count = summed[1]
         return StepFacts(summed, self.sums.terms)
+
+    def _reduce_late(self) -> None:
+        add_up_gradients(self._late, self.group)
+        for parameter in self._late:
+            if parameter.grad is not None:
+                parameter.grad /= self.gradient_divisor
 
     def follow_freezing(self, freezing: Freezing) -> None:
         """Reduce the gradients of unfrozen parameters one by one: they are in no bucket of DDP.

@@ -237,17 +237,23 @@ def _restore_exactly(loaded: Any, saved: Any) -> None:
 def settings_of(optimizer: Optimizer) -> list[list[Any]]:
     """Return the settings of an optimiser's groups, such as learning rates, and the number of parameters of each.
 
-    They serve only for comparison with those of another call. Called twice a step: a function call for each number
-    would take a fiftieth of a small one.
+    They serve only for comparison with those of another call.
     """
     return [
-        [
-            *group,
-            len(group["params"]),
-            *(item if type(item) in _PLAIN else _comparable(item) for key, item in group.items() if key != "params"),
-        ]
+        [*group, len(group["params"]), *(_comparable(item) for key, item in group.items() if key != "params")]
         for group in optimizer.param_groups
     ]
+
+
+def has_plain_settings(optimizer: Optimizer) -> bool:
+    """Return whether no setting of an optimiser's groups can change in place."""
+    return all(
+        _is_plain(value) for group in optimizer.param_groups for name, value in group.items() if name != "params"
+    )
+
+
+def _is_plain(value: Any) -> bool:
+    return type(value) in _PLAIN or (type(value) is tuple and all(map(_is_plain, value)))
 
 
 def plain_settings(optimizer: Optimizer) -> list[dict[str, Any]]:

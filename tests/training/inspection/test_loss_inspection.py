@@ -326,6 +326,28 @@ def test_loss_that_is_nan_for_every_single_sample_fails_alone_and_one_that_is_fo
     assert traits_of(of_nonzero, x=x).fails_alone is None
 
 
+def of_pairs(model, x, task):
+    if len(x) < 2:
+        raise ValueError("a pair is needed")
+    task.calls += 1
+    return (model(x[:1]) - model(x[1:])).square().mean()
+
+
+def test_loss_that_fails_on_one_sample_is_inspected_in_parts_of_two_or_more():
+    traits = traits_of(of_pairs)
+    assert traits.fails_alone == "ValueError: a pair is needed"
+    assert traits.reason_unknown is None
+    assert "for the same samples in 3 parts" in traits.not_additive
+    assert traits.counted_state == ("task.calls",)
+
+
+@pytest.mark.parametrize("num_samples", range(2, 12))
+def test_no_part_is_smaller_than_what_a_loss_takes(num_samples):
+    parts = additivity._parts_of(range(5, 5 + num_samples), 2)
+    assert [place for part in parts for place in part] == [*range(5, 5 + num_samples)]
+    assert min(map(len, parts)) >= 2
+
+
 def test_buffers_are_told_apart_by_what_they_follow():
     traits = traits_of(layer=Learning())
     assert (traits.learned_buffers, traits.counted_buffers) == (("0.mean",), ("0.calls",))

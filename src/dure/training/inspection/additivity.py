@@ -51,6 +51,8 @@ class Additivity:
     """Number of samples per call in training, for which there is memory; if for one, two are tried."""
     has_random_batches: Callable[[], bool] = field(default=lambda: False, kw_only=True)
     """Function that returns whether random numbers were drawn for a batch, besides those of its samples."""
+    smallest_part: int = field(default=1, kw_only=True)
+    """Number of samples below which no part is: two for a loss that fails on one."""
     quantiles: tuple[float, ...] = field(default=(), kw_only=True)
     """Quantiles of the constants with which a loss that draws is compared; empty if a call takes too long."""
 
@@ -109,7 +111,7 @@ class Additivity:
         whole = tried(places)
         rest = _GradientRest(whole.gradients)
         has_drawn, values = whole.trial.has_drawn, []
-        for part in map(tried, _parts_of(places)):
+        for part in map(tried, _parts_of(places, self.smallest_part)):
             rest.subtract(part.gradients)
             values.append(part.value)
             has_drawn = has_drawn or part.trial.has_drawn
@@ -169,14 +171,14 @@ class Additivity:
                     break
                 places = range(at, min(at + size, available.stop))
                 at = places.stop
-                whole, *parts = [self.calls.value(part) for part in (places, *_parts_of(places))]
+                whole, *parts = [self.calls.value(part) for part in (places, *_parts_of(places, self.smallest_part))]
                 if self._difference(whole, parts):
                     if self.is_other(whole, self.calls.value(places)):
                         break  # it draws, or depends on its own state, both of which are detected elsewhere
                     doubtful = places
         if doubtful:
             # again, each call from the same state: a counter of calls may have reached another phase in between
-            whole, *parts = map(self.calls.value_apart, (doubtful, *_parts_of(doubtful)))
+            whole, *parts = map(self.calls.value_apart, (doubtful, *_parts_of(doubtful, self.smallest_part)))
             return self._difference(whole, parts), at
         return None, at
 
@@ -212,7 +214,7 @@ class Additivity:
         whole, gradients = self.calls.differentiated(places)
         rest = _GradientRest(gradients)
         values = []
-        for part in _parts_of(places):
+        for part in _parts_of(places, self.smallest_part):
             value, gradients = self.calls.differentiated(part)
             values.append(value)
             rest.subtract(gradients)
@@ -284,11 +286,20 @@ class _GradientRest:
         return None
 
 
-def _parts_of(places: range) -> list[range]:
-    """Split a group of samples into three unequal parts, or fewer if it is small."""
-    ends = [places.start + max(1, round(len(places) * share)) for share in _PART_ENDS]
-    starts = [places.start, *ends[:-1]]
-    return [range(start, end) for start, end in zip(starts, ends, strict=True) if start < end]
+def _parts_of(places: range, smallest: int) -> list[range]:
+    """Split a group of samples into three unequal parts, or fewer if it is small.
+
+    Args:
+        places: Samples of the group.
+        smallest: Minimum number of samples of a part.
+    """
+    parts, start = [], places.start
+    for share in _PART_ENDS:
+        end = places.start + max(smallest, round(len(places) * share))
+        if end - start >= smallest and (end == places.stop or places.stop - end >= smallest):
+            parts.append(range(start, end))
+            start = end
+    return parts or [places]
 
 
 def _rows_of(fetch: Callable[[Sequence[int]], Any], whole: range, places: range) -> Any:

@@ -101,6 +101,7 @@ class LossInspection:
         self.first_loss = self._first_loss(first)
         seconds = time.monotonic() - started
         is_quick, is_slow = seconds * 6 < _MOST_SECONDS, seconds > _SLOWEST_CALL_SECONDS
+        takes_several = half > 1 and not is_slow and math.isfinite(first.value.total)
         self._additivity.quantiles = _QUANTILES[: is_quick + (seconds * 30 < _MOST_SECONDS)]
         unknown = f"one call of it on {half} samples takes {seconds:.0f} s, too long to try it on parts"
         try:
@@ -114,8 +115,17 @@ class LossInspection:
             later = self._later(num_samples) if is_quick and self.is_divided else _Later()
             remembered = self._remembered(range(half), range(half, few), first) if few > half and not is_slow else ()
         except Exception as error:  # more samples at once may need more memory than there is
+            fails_alone, model_fails_alone = self._failure_of_one(range(half)) if takes_several else (None, False)
+            if fails_alone is not None and self._additivity.smallest_part == 1:
+                self._additivity.smallest_part = 2
+                return self._traits(num_samples)
             why = f"the loss failed with {type(error).__name__} when it was tried on {few} samples"
-            return LossTraits(reason_unknown=why, draws=first.trial.has_drawn)
+            return LossTraits(
+                reason_unknown=why,
+                draws=first.trial.has_drawn,
+                fails_alone=fails_alone,
+                model_fails_alone=model_fails_alone,
+            )
         buffers = [tried.buffers(self.calls.model) for tried in (first, second)]
         if is_quick and any(_is_same_in(buffers, name) for name in buffers[0]):
             buffers += self._buffers_of_pairs(range(few))
@@ -141,7 +151,6 @@ class LossInspection:
             )
         )
         derived = recomputed_weights(self.calls.model)
-        takes_several = half > 1 and not is_slow and math.isfinite(first.value.total)
         fails_alone, model_fails_alone = self._failure_of_one(range(half)) if takes_several else (None, False)
         hooked = tuple(dict.fromkeys((*first.trial.hooked, *second.trial.hooked)))
         return LossTraits(

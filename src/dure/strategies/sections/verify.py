@@ -37,12 +37,24 @@ SETS_GRADIENTS = (
     f"other ranks: add that term to the loss that it returns, or use {CURE}"
 )
 
+_ROUNDED = 1e3
+"""Magnitude below which a gradient counts as rounding, in units of the eps of its dtype times the largest gradient:
+that of a bias which the loss cancels out, say."""
+
 
 class _Outcome(NamedTuple):
     """Loss and its gradients."""
 
     loss: float
     gradients: dict[str, Tensor]
+
+    def has_gradient_of(self, other: "_Outcome", name: str) -> bool:
+        """Return whether a parameter has the same gradient here and in another outcome, up to rounding."""
+        one = self.gradients.get(name)
+        if one is None:
+            return _are_close(one, other.gradients.get(name))
+        largest = max(float(gradient.abs().max()) for gradient in self.gradients.values() if gradient.numel())
+        return _are_close(one, other.gradients.get(name), rounding=_ROUNDED * torch.finfo(one.dtype).eps * largest)
 
 
 def rehearse(strategy: Strategy, model: nn.Module, plan: SectionPlan, seen: Survey, *, loss_section: int) -> str | None:
@@ -89,7 +101,7 @@ def _rehearse_now(
             f"output alone, without derivatives through it; cut elsewhere with the option cuts, or use {CURE}"
         )
     is_other_loss = not _are_close(torch.tensor(whole.loss), torch.tensor(parts.loss))
-    other = [n for n, _ in model.named_parameters() if not _are_close(whole.gradients.get(n), parts.gradients.get(n))]
+    other = [name for name, _ in model.named_parameters() if not whole.has_gradient_of(parts, name)]
     if not other and not is_other_loss:
         return rehearsal.fault_of_own_code(where) or (None if loss_section else rehearsal.fault_of_hooks(where))
     if rehearsal.hidden is not None:
@@ -341,7 +353,7 @@ class _Rehearsal:
             begin.put_back()
             other = self.whole()
         losses = torch.tensor(one.loss), torch.tensor(other.loss)
-        if _are_close(*losses) and all(_are_close(g, other.gradients.get(n)) for n, g in one.gradients.items()):
+        if _are_close(*losses) and all(one.has_gradient_of(other, name) for name in one.gradients):
             return []
         return sorted(paths)
 
@@ -492,8 +504,14 @@ def _is_same(one: Tensor, other: Tensor | None) -> bool:
     return is_equal(one, other) or (one.is_floating_point() and _are_close(one, other))
 
 
-def _are_close(one: Tensor | None, other: Tensor | None) -> bool:
-    """Return whether two gradients are equal up to rounding; None equals zeros."""
+def _are_close(one: Tensor | None, other: Tensor | None, *, rounding: float = 0.0) -> bool:
+    """Return whether two gradients are equal up to rounding; None equals zeros.
+
+    Args:
+        one: Gradient, or loss.
+        other: Value compared with it.
+        rounding: Magnitude below which a difference counts as rounding, whatever the magnitudes of the two.
+    """
     found = [gradient for gradient in (one, other) if gradient is not None]
     if len(found) < 2:
         return not any(bool(gradient.any()) for gradient in found)
@@ -501,4 +519,4 @@ def _are_close(one: Tensor | None, other: Tensor | None) -> bool:
         return True  # nothing can be concluded
     # sums in another order differ by a few epsilon; a missing path changes a gradient by its own magnitude
     tolerance = 16 * torch.finfo(found[0].dtype).eps ** 0.5
-    return bool((found[0] - found[1]).abs().max() <= tolerance * found[0].abs().max())
+    return bool((found[0] - found[1]).abs().max() <= max(tolerance * float(found[0].abs().max()), rounding))

@@ -230,6 +230,8 @@ def _compare_schedules(session: Session, schedule: Schedule | None) -> None:
             no_collectives(),
             session.one_process_build.entered(task),
         ):
+            for group in strategy.optimizer.param_groups:  # those of a checkpoint are of the steps before it
+                group["lr"] = group.get("initial_lr", group["lr"])
             given = task.build_schedule(strategy.optimizer, session.total_samples)
             in_one_process = _factors(strategy, given, session.total_samples)
             if difference := _first_difference(here, in_one_process, "here", "in one process"):

@@ -206,6 +206,22 @@ def test_schedule_that_clears_or_scales_the_optimizers_state_does_it_everywhere(
     assert largest_difference(run, one) < 1e-10
 
 
+class WarmUpTo(Regression):
+    """Has a schedule in absolute learning rates, which it divides by the optimiser's own."""
+
+    def build_schedule(self, optimizer, total_samples):
+        own = optimizer.param_groups[0]["lr"]
+        return lambda seen: min(0.1, 0.01 * (1 + seen / 7)) / own
+
+
+def test_schedule_that_reads_the_learning_rate_when_it_is_built_is_declared_by_no_resume(tmp_path):
+    run = train_case(tmp_path, WarmUpTo(), "ddp", 2, **(STATE | {"samples": 35}))
+    dure.train(WarmUpTo(), resume=run, samples=70, quiet=True, start="fork")
+    assert json.loads((run / "summary.json").read_text())["not_preserved"] == []
+    one = weights_of(train_case(tmp_path, WarmUpTo(), **STATE))
+    assert largest_difference(weights_of(run), one) < 1e-10
+
+
 EVALUATED = {"global_batch_size": 7, "samples": 28, "eval_every_epochs": 1}
 
 

@@ -65,6 +65,30 @@ class FrozenNorm(ZooTask):
         return nn.Sequential(first, FixedNorm(8).double(), *others)
 
 
+class FrozenBackbone(ZooTask):
+    """Has a pretrained part with dropout that stays in evaluation mode, as is usual in fine-tuning."""
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.backbone = nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Dropout(0.5)).double().requires_grad_(False)
+            self.head = chain()
+
+        def train(self, mode: bool = True) -> Any:
+            super().train(mode)
+            self.backbone.eval()
+            return self
+
+        def forward(self, x: Any) -> Any:
+            return self.head(self.backbone(x))
+
+    def build_model(self) -> nn.Module:
+        return self.Model()
+
+    def build_optimizer(self, model: nn.Module) -> Any:
+        return torch.optim.SGD(model.head.parameters(), lr=0.1)
+
+
 class FollowingTeacher(ZooTask):
     """Keeps a teacher that begins as a copy of the model and follows it in the loss."""
 
@@ -203,6 +227,7 @@ class NestedBatch(ZooTask):
 
 TASKS = (NoiseInEvaluation, SoftmaxOverDocuments, KeepsWorldSize, FollowingTeacher, FlagOfSchedule, OldNorms)
 CASES = [(task, name) for task in TASKS for name in ("ddp", "fsdp", "pipeline")]
+CASES += [(FrozenBackbone, name) for name in ("ddp", "dp", "fsdp", "pipeline", "rpc_model")]
 CASES += [(WholeBatchLoss, "dp"), (WholeBatchLoss, "tensor_parallel")]
 CASES += [(PenaltyNowAndThen, "dp"), (PenaltyNowAndThen, "ddp"), (NestedBatch, "ddp"), (WeighedByHistory, "dp")]
 CASES += [(CentredGradients, "dp"), (PaddedByCollate, "dp")]

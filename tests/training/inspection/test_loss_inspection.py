@@ -74,7 +74,7 @@ def traits_of(loss=plain, layer=None, task=None, x=X, fetch=None, **options):
 
 
 def test_plain_loss_has_no_traits():
-    assert traits_of() == LossTraits(learns_statistics=False)
+    assert traits_of() == LossTraits(learns_statistics=False, has_dropout=False)
 
 
 @pytest.mark.parametrize(
@@ -635,6 +635,6 @@ def test_gradients_of_few_calls_are_in_memory_at_a_time(monkeypatch):
 
     stop_clock(monkeypatch)
     monkeypatch.setattr(LossCalls, "_gradients", counted)
-    assert traits_of() == LossTraits(learns_statistics=False)
+    assert traits_of() == LossTraits(learns_statistics=False, has_dropout=False)
     assert len(numbers) > 6
     assert max(numbers) <= 3

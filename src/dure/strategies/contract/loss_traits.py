@@ -25,6 +25,8 @@ class LossTraits:
     """True if the loss draws random numbers, dropout included."""
     model_draws: bool = False
     """True if the model draws random numbers in its own calls, dropout included."""
+    has_dropout: bool = True
+    """True unless every dropout layer of the model is in evaluation mode while it is trained."""
     autocasts: bool = False
     """True if loss or model compute in lower precision than their own (autocast)."""
     collate_draws: bool = False

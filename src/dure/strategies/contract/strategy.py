@@ -343,7 +343,7 @@ class Strategy(ABC):
     @property
     def _model_draws(self) -> bool:
         has_dropout = any(isinstance(m, torchcompat.Dropout) and m.p > 0 for m in self.model.modules())
-        return has_dropout or self.traits.model_draws
+        return (has_dropout and self.traits.has_dropout) or self.traits.model_draws
 
     def check_traits(self, model: nn.Module) -> list[str]:
         """Return the reasons why this strategy cannot use the task's loss, one sentence each; called before `prepare`.

@@ -85,6 +85,8 @@ class LossCalls:
                 has_gradients=gradients is None and bool(found),
                 has_changed_gradients=gradients is not None and not _are_equal(found, gradients),
                 sparse=set(),
+                # if it is not, and the loss has used it before, draws show it
+                has_dropout=any(isinstance(m, torchcompat.Dropout) and m.training for m in self.model.modules()),
             )
             # in training mode too, because hooks and recomputation may draw
             tried.gradients.update(self._gradients(result, len(places), scale))
@@ -187,6 +189,8 @@ class Tried(NamedTuple):
     """True if existing gradients of parameters were different when the loss returned."""
     sparse: set[str]
     """Parameters whose gradients are sparse."""
+    has_dropout: bool
+    """True if a dropout layer was in training mode when the loss returned."""
 
     def buffers(self, model: nn.Module) -> dict[str, Tensor]:
         """Return the changed buffers, except those of BatchNorm, which has its own trait."""

@@ -157,6 +157,7 @@ class LossInspection:
             reason_unknown=unknown if is_slow and self.is_divided else None,
             draws=first.trial.has_drawn or later.draws,
             model_draws=first.forward.has_drawn or (later.draws and not first.trial.has_drawn),
+            has_dropout=first.has_dropout,
             autocasts=bool(autocasts),
             not_additive=not_additive,
             model_not_additive=not_additive is not None

@@ -30,7 +30,7 @@ _SECONDS = 3.0
 _MOST_INSPECTED = 3
 """Maximum number of states in which all traits are inspected because the loss has another value there."""
 
-_IN_PART = LossTraits(learns_statistics=False)
+_IN_PART = LossTraits(learns_statistics=False, has_dropout=False)
 """Traits in a state in which not all were inspected, which add nothing to those known."""
 
 

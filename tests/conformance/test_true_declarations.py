@@ -322,8 +322,9 @@ class MasksInCollate(ZooTask):
         return dure.Sum(functional.mse_loss(model(x)[counts], y[counts], reduction="sum"), 3 * int(counts.sum()))
 
 
-def test_batch_when_collate_draws_then_the_loss_is_not_blamed(tmp_path: Path) -> None:
-    run = train_case(tmp_path, MasksInCollate(), "ddp", 2, **STEPS)
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_batch_when_collate_draws_then_the_loss_is_not_blamed(strategy: str, tmp_path: Path) -> None:
+    run = train_case(tmp_path, MasksInCollate(), strategy, 2, **STEPS)
     (text,) = json.loads((run / "summary.json").read_text())["not_preserved"]
     assert text.startswith("random numbers in collate: drawn for each of the 2 parts")
 

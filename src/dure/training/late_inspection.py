@@ -92,7 +92,9 @@ class LateInspection:
 
     def _is_comparable(self) -> bool:
         strategy, traits = self._session.strategy, self._session.strategy.traits
-        has_traces = traits.data_changes or bool(traits.changed_parameters or traits.left_state)
+        # batches that draw random numbers differ each time
+        varies = traits.data_changes or traits.collate_draws
+        has_traces = varies or bool(traits.changed_parameters or traits.left_state)
         is_divided = len(strategy.parts.of_loss(self._session.spec.global_batch_size)) > 1
         return is_divided and strategy.is_synchronous and not (traits.not_additive or has_traces)
 

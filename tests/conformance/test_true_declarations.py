@@ -225,9 +225,18 @@ class NestedBatch(ZooTask):
         return functional.mse_loss(model(functional.pad(padded, (0, 6 - padded.shape[1]))), y)
 
 
+class NoiseInCollate(ZooTask):
+    """Adds noise to the inputs in collate."""
+
+    def collate(self, samples: Any) -> Any:
+        x, y = (torch.stack(column) for column in zip(*samples, strict=True))
+        return x + 0.1 * torch.randn_like(x), y
+
+
 TASKS = (NoiseInEvaluation, SoftmaxOverDocuments, KeepsWorldSize, FollowingTeacher, FlagOfSchedule, OldNorms)
 CASES = [(task, name) for task in TASKS for name in ("ddp", "fsdp", "pipeline")]
 CASES += [(FrozenBackbone, name) for name in ("ddp", "dp", "fsdp", "pipeline", "rpc_model")]
+CASES += [(NoiseInCollate, name) for name in ("dp", "balanced_dp", "model_parallel")]
 CASES += [(WholeBatchLoss, "dp"), (WholeBatchLoss, "tensor_parallel")]
 CASES += [(PenaltyNowAndThen, "dp"), (PenaltyNowAndThen, "ddp"), (NestedBatch, "ddp"), (WeighedByHistory, "dp")]
 CASES += [(CentredGradients, "dp"), (PaddedByCollate, "dp")]

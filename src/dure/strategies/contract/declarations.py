@@ -24,6 +24,8 @@ class BatchDivision:
     """Parts of a step's batch on which model and loss are called."""
 
     num_parts: int
+    num_microbatches: int
+    """Parts that are collated on their own, over all ranks."""
     calls_per_step: int
     """Maximum calls of the loss in one process and step."""
     is_one_share: bool
@@ -117,8 +119,8 @@ def by_division(division: BatchDivision, traits: LossTraits, found: Findings, de
         texts.append("BatchNorm: statistics of each microbatch's own samples")
     if found.draws and not any(text.startswith("random numbers") for text in declared):
         texts.append("random numbers: drawn for each microbatch, so other ones than for the whole batch")
-    if traits.collate_draws:
-        texts.append(f"random numbers in collate: drawn for each of the {parts} parts of a batch")
+    if traits.collate_draws and (collated := division.num_microbatches) > 1:
+        texts.append(f"random numbers in collate: drawn for each of the {collated} parts of a batch")
     if traits.not_additive is not None:
         texts.append(
             f"the loss is no mean over samples: {traits.not_additive}; here a batch is computed in {parts} parts, "

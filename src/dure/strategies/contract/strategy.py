@@ -311,6 +311,7 @@ class Strategy(ABC):
         declared = self.declared_by_row(found)
         division = BatchDivision(
             num_parts=len(self.parts.of(self.spec.global_batch_size)),
+            num_microbatches=len(self.parts.microbatches(self.spec.global_batch_size)),
             calls_per_step=self.parts.calls_per_step(),
             is_one_share=self.share.count == 1,
             is_loss_whole=self.is_loss_whole,

@@ -326,6 +326,40 @@ def test_loss_that_is_nan_for_every_single_sample_fails_alone_and_one_that_is_fo
     assert traits_of(of_nonzero, x=x).fails_alone is None
 
 
+def of_classes(*weights, dtype=torch.float32):
+    def loss(model, x):
+        targets = (x[:, 0] > 0).long() + (x[:, 1] > 0)
+        return functional.cross_entropy(model(x).to(dtype), targets, weight=torch.tensor(weights, dtype=dtype))
+
+    return loss
+
+
+@pytest.mark.parametrize("is_frozen", [False, True])
+def test_small_difference_is_seen_although_the_model_rounds_to_half_precision(is_frozen):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 8).bfloat16(), nn.Tanh(), nn.Linear(8, 3).bfloat16())
+    model[0].requires_grad_(not is_frozen)
+    x = torch.randn(40, 4).bfloat16()
+
+    def traits(loss):
+        return inspection_of(loss, model, lambda places: x[list(places)]).traits(len(x))
+
+    assert traits(of_classes(1.0, 1.1, 0.9)).not_additive is not None
+    assert traits(of_classes(1.0, 1.0, 1.0)).not_additive is None
+    assert traits(of_classes(1.0, 1.0, 1.0, dtype=torch.bfloat16)).not_additive is None
+    assert "forward" not in vars(model)
+
+
+def test_calls_that_cannot_be_divided_are_compared_as_half_precision_allows():
+    model = nn.Linear(4, 3).bfloat16()
+    x = torch.randn(8, 4).bfloat16()
+
+    def loss(model, x):
+        return functional.cross_entropy(model(x.reshape(-1, 2, 2).flatten())[None], torch.tensor([0]))
+
+    assert inspection_of(loss, model, lambda places: x[list(places)][:1]).traits(len(x)).not_additive is None
+
+
 def of_pairs(model, x, task):
     if len(x) < 2:
         raise ValueError("a pair is needed")

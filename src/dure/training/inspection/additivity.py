@@ -18,6 +18,7 @@ from dure.torchcompat import entered_autocasts
 from dure.training.inspection.constant_draws import ConstantDraws, TooManyDraws
 from dure.training.inspection.loss_calls import NUM_SAMPLES, LossCalls, Tried, Value, silent
 from dure.training.inspection.model_outputs import OutputsAsLoss
+from dure.training.inspection.rounded_alike import RoundedAlike
 
 _PART_ENDS = (1 / 8, 1 / 2, 1)
 """Ends of the parts into which a group of samples is divided, as fractions."""
@@ -32,6 +33,10 @@ _LATE_SECONDS = 0.1
 _TOLERANCES = {torch.float64: 1e-9, torch.complex128: 1e-9, torch.float32: 1e-4, torch.complex64: 1e-4}
 """Relative rounding of a loss in parts, by its dtype; half precision and autocast round more."""
 _OTHER_TOLERANCE = 5e-2
+_ALIKE_TOLERANCE = 2e-3
+"""Relative rounding of a loss of half precision whose model rounds each part as it does the whole; the loss may use
+further modules, such as a teacher.
+"""
 _ROUNDED = 1e3
 """Size below which a gradient counts as rounding, in units of the eps of its dtype times the largest gradient norm."""
 
@@ -115,7 +120,32 @@ class Additivity:
             rest.subtract(part.gradients)
             values.append(part.value)
             has_drawn = has_drawn or part.trial.has_drawn
-        return has_drawn, self._difference(whole.value, values) or self._figures(rest, whole.value)
+        figures = self._difference(whole.value, values) or self._figures(rest, whole.value)
+        return has_drawn, figures if figures or has_drawn or quantile is not None else self._fine_difference(places)
+
+    def _fine_difference(self, places: range) -> str | None:
+        """Return the figures of a loss whose parts do not add up by less than the model's rounding, or None.
+
+        The model is called on the same parts each time, so that it rounds alike. This says nothing of the model itself.
+        """
+        if self.tolerance(torch.float32) <= _ALIKE_TOLERANCE:
+            return None
+        parts = _parts_of(places, self.smallest_part)
+        try:
+            whole, again, *values = [
+                self._rounded_alike(some, counts)
+                for some, counts in (*[(places, [*map(len, parts)])] * 2, *((part, [len(part)]) for part in parts))
+            ]
+        except Exception:
+            return None  # it cannot be divided, or depends on the outputs' precision
+        if whole.total != again.total or whole.dtype not in _TOLERANCES:
+            return None
+        return self._difference(whole, values, _ALIKE_TOLERANCE)
+
+    def _rounded_alike(self, places: range, counts: Sequence[int]) -> Value:
+        calls = copy.copy(self.calls)
+        calls.loss = RoundedAlike(self.calls.loss, counts)
+        return calls.value_apart(places)
 
     def is_model_additive(self, num_samples: int, size: int) -> bool:
         """Return whether the model's outputs for the first samples, and for the last, depend on no other samples.
@@ -218,14 +248,20 @@ class Additivity:
             value, gradients = self.calls.differentiated(part)
             values.append(value)
             rest.subtract(gradients)
-        return self._difference(whole, values) or self._figures(rest, whole)
+        return self._difference(whole, values) or self._figures(rest, whole) or self._fine_difference(places)
 
-    def _difference(self, whole: Value, parts: Sequence[Value]) -> str | None:
-        """Return the figures of a loss that differs from that of its parts, or None."""
+    def _difference(self, whole: Value, parts: Sequence[Value], tolerance: float | None = None) -> str | None:
+        """Return the figures of a loss that differs from that of its parts, or None.
+
+        Args:
+            whole: Loss of all samples at once.
+            parts: Losses of the parts.
+            tolerance: Relative difference that counts as rounding; None for that of the model and the loss.
+        """
         if not (math.isfinite(whole.total) and math.isfinite(whole.items) and whole.items):
             return None
         total, count = exact_sum(part.total for part in parts), exact_sum(part.items for part in parts)
-        tolerance = self.tolerance(whole.dtype)
+        tolerance = self.tolerance(whole.dtype) if tolerance is None else tolerance
         scale = exact_sum(abs(part.total) for part in parts)
         if abs(whole.total - total) <= tolerance * scale and abs(whole.items - count) <= tolerance * abs(count):
             return None

@@ -209,6 +209,38 @@ def test_state_that_an_evaluation_keeps_is_declared_if_the_model_is_compiled_too
     assert any("state that the evaluation keeps (task.worst)" in text for text in declared)
 
 
+class Warm(nn.Module):
+    """Layer whose output grows with the calls that a buffer counts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(WIDTH, WIDTH, dtype=torch.float64)
+        self.register_buffer("calls", torch.zeros((), dtype=torch.float64))
+
+    def forward(self, x):
+        if self.training:
+            self.calls += 1
+        return self.layer(x) * (1 + 0.01 * self.calls)
+
+
+class WarmingUp(Regression):
+    def build_model(self):
+        return Warm()
+
+
+@pytest.mark.usefixtures("translated")
+@pytest.mark.parametrize(
+    ("task", "is_compiled", "is_declared"),
+    [(WarmingUp, True, True), (WarmingUp, False, False), (Regression, True, False)],
+    ids=["buffer", "buffer, not compiled", "no buffer that changes"],
+)
+def test_buffer_that_a_compiled_forward_changes_is_declared(task, is_compiled, is_declared, tmp_path):
+    run = train_case(tmp_path, task(), compile=is_compiled, global_batch_size=8, samples=16)
+    declared = json.loads((run / "summary.json").read_text())["not_preserved"]
+    # torch computes gradients from the changed buffer: 6.0 instead of 3.0 for `layer(x) * calls` of ones
+    assert any(text.startswith("--compile: gradients") and "(calls)" in text for text in declared) is is_declared
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 @pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated:DeprecationWarning")

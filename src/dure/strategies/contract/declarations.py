@@ -102,6 +102,20 @@ def by_data(traits: LossTraits) -> list[str]:
     return texts
 
 
+def by_compilation(spec: RunSpec, traits: LossTraits) -> list[str]:
+    """Return the difference that follows from compiling a model that changes buffers in its calls.
+
+    The compiler computes again in backward what it did not keep, also from a buffer that has been changed since.
+    """
+    changed = [name for name in (*traits.learned_buffers, *traits.counted_buffers) if name in traits.model_buffers]
+    if not spec.compile or not changed:
+        return []
+    return [
+        f"--compile: gradients may be computed from later values of buffers that forward changes ({few(changed)}), "
+        "which torch.compile does not prevent (change them in the task's loss, or leave --compile out)"
+    ]
+
+
 def by_division(division: BatchDivision, traits: LossTraits, found: Findings, declared: Sequence[str]) -> list[str]:
     """Return the differences that follow from dividing a batch, without those that are declared already."""
     parts = division.num_parts

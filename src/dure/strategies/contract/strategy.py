@@ -20,6 +20,7 @@ from dure.strategies.contract.context import StrategyContext
 from dure.strategies.contract.declarations import (
     BatchDivision,
     Findings,
+    by_compilation,
     by_data,
     by_division,
     by_strategy,
@@ -321,6 +322,7 @@ class Strategy(ABC):
         return [
             *by_data(self.traits),
             *by_trial(self.traits),
+            *by_compilation(self.spec, self.traits),
             *declared,
             *by_division(division, self.traits, found, declared),
         ]

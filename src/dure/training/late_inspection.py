@@ -96,7 +96,9 @@ class LateInspection:
         varies = traits.data_changes or traits.collate_draws
         has_traces = varies or bool(traits.changed_parameters or traits.left_state)
         is_divided = len(strategy.parts.of_loss(self._session.spec.global_batch_size)) > 1
-        return is_divided and strategy.is_synchronous and not (traits.not_additive or has_traces)
+        # what could not be tried before training, because of time or of state that cannot be put back, is declared
+        is_known = traits.not_additive is not None or traits.reason_unknown is not None
+        return is_divided and strategy.is_synchronous and not (is_known or has_traces)
 
     def _difference(self) -> str | None:
         """Return the figures of a loss whose parts do not add up, or None."""

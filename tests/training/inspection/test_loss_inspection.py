@@ -484,6 +484,16 @@ def test_loss_that_fails_or_an_iterator_is_said_to_be_unknown(capsys):
     assert capsys.readouterr().out == ""
 
 
+def test_late_comparison_does_not_call_a_loss_that_may_read_an_iterator():
+    task, calls = Task(), []
+    inspection = inspection_of(
+        lambda model, x: calls.append(x) or model(x).sum(), nn.Linear(4, 2).double(), lambda places: X, task
+    )
+    task.stream = iter(range(100))  # made after the inspection before training
+    assert inspection.late_difference(0, len(X)) == (None, len(X))
+    assert not calls
+
+
 def test_slow_loss_is_compared_on_fewer_samples_and_a_very_slow_one_is_called_once(monkeypatch):
     calls = []
 

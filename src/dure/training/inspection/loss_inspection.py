@@ -243,6 +243,8 @@ class LossInspection:
 
     def late_difference(self, begin: int, num_samples: int) -> tuple[str | None, int]:
         """Compare the losses of samples with those of their parts during the run, as `Additivity.late_difference`."""
+        if self._opaque():  # it may be of a later time than the inspection before training
+            return None, num_samples
         try:
             with self._without_collectives(), sharing_state():
                 return self._additivity.late_difference(begin, num_samples)

@@ -169,6 +169,7 @@ class Trainer:
             self.microbatch_under_way = self.loop.microbatch_under_way
             for model in session.strategy.evaluation_models():
                 model.train()
+            self.last_evaluation_time = time.time()
             try:
                 return self._steps()
             except LossNotFinite:

@@ -2,6 +2,8 @@
 
 import json
 import os
+import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -319,3 +321,17 @@ def test_variable_that_metrics_set_is_declared_and_unset_when_training_begins(tm
     assert any("os.environ['FACTOR_OF_TEST']" in text for text in declared)
     plain = train_case(tmp_path, Regression(), "ddp", 2, **STEPS)
     assert records_of(run)[0]["loss_sum"] == records_of(plain)[0]["loss_sum"]
+
+
+class SlowToEvaluate(Regression):
+    def metrics(self, model, batch):
+        time.sleep(0.1)
+        return {}
+
+
+def test_rehearsal_is_no_part_of_the_time_of_the_first_epoch(tmp_path):
+    run = Path(dure.train(SlowToEvaluate(), start="inline", threads=1, epochs=1, quiet=True, runs_dir=tmp_path).run)
+    events = map(json.loads, (run / "events.jsonl").read_text().splitlines())
+    evaluated = next(event for event in events if event["event"] == "evaluated")
+    assert evaluated["seconds"] > 0.1
+    assert evaluated["seconds_since_last"] < evaluated["seconds"] + 0.1

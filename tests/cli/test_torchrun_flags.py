@@ -32,6 +32,13 @@ def test_flag_when_it_means_the_same_then_it_is_ours(given, ours):
     assert torchrun_flags.translated(given) == (ours, [])
 
 
+def test_number_of_ranks_when_it_is_left_to_torchrun_then_a_line_says_what_differs():
+    ours, (note,) = torchrun_flags.translated([("--nproc_per_node", "auto")])
+    assert ours == ["--nproc", "auto"]
+    assert "torchrun starts one per core" in note
+    assert torchrun_flags.translated([("--nproc", "auto")]) == (["--nproc", "auto"], [])
+
+
 @pytest.mark.parametrize("flags", [["--standalone"], ["--rdzv-backend", "c10d"], ["--tee", "3"], ["--master-port=1"]])
 def test_flag_when_it_has_no_effect_then_a_line_says_why(flags, prewarmed, tmp_path):
     (tmp_path / "script.py").write_text("import sys; print(sys.argv[1:])")

@@ -54,6 +54,7 @@ TRUTHS = frozenset({"standalone", "module", "m", "no-python", "run-path", "virtu
 
 _TOGETHER = ("master-addr", "master-port")
 """Address in two flags, which is one flag of ours. It was never more than one node's own affair."""
+_AUTO = "--nproc-per-node auto is one rank without an accelerator, where torchrun starts one per core: that is cpu here"
 _METHODS = ("fork", "spawn")
 _MOST_LETTERS_OF_SHORT = 1
 
@@ -69,7 +70,7 @@ def bare_name(flag: str) -> str:
 
 
 def translated(flags: Sequence[tuple[str, str | None]]) -> tuple[list[str], list[str]]:
-    """Return our flags for those given, and a line for each flag without effect.
+    """Return our flags for those given, and a line for each flag without effect or of another meaning.
 
     Args:
         flags: Flags before the script as written by the user, each with its value or None.
@@ -97,6 +98,8 @@ def translated(flags: Sequence[tuple[str, str | None]]) -> tuple[list[str], list
         elif name == "start-method" and value not in _METHODS:
             faults.append(f"--start-method is {value} but must be fork or spawn")
         else:
+            if (name, value) == ("nproc-per-node", "auto"):
+                notes.append(_AUTO)
             ours += _as_ours(flag, name, value)
     if meeting and not is_one_node:
         if len(meeting) < len(_TOGETHER):

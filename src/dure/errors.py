@@ -139,8 +139,8 @@ class ReplicasDiverged(DureError):
 class PeerLost(DureError, RuntimeError):
     """Loss of another rank during a collective. A consequence, never a first cause.
 
-    It is a RuntimeError, as torch's own errors are, and has the backend's wording (closed, timeout) if a backend raises
-    it, because scripts catch that class and search for that wording.
+    It is a RuntimeError, as torch's own errors are, and has the backend's wording (closed, Timed out) if a backend
+    raises it, because scripts catch that class and search for that wording.
     """
 
 

@@ -293,7 +293,8 @@ def fail_late(group):
         return
     work = dist.all_reduce(torch.ones(2), group=ours, async_op=True)
     with pytest.raises(
-        PeerLost, match=r"a call was not over after 0\.1 s: other ranks have not made it \(the timeout is over\)"
+        PeerLost,
+        match=r"a call was not over after 0\.1 s: other ranks have not made it \(Timed out: the timeout is over\)",
     ):
         work.wait(timedelta(seconds=0.1))
     ours._memory.interrupt()

@@ -66,7 +66,7 @@ def test_meet_when_a_rank_does_not_come_then_the_others_name_it():
         assert isinstance(error, PeerLost)
         assert is_peer_lost(error)
         assert str(error).startswith("rank 1 did not come within 0.2 s while rank ")
-        assert str(error).endswith(" (the timeout is over)")
+        assert str(error).endswith(" (Timed out: the timeout is over)")
         assert isinstance(error, RuntimeError)
 
 

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from dure.comm.shared_memory.memory import TIMED_OUT
 from dure.errors import PeerLost
 
 _NO_TIMEOUT = timedelta(0)
@@ -74,9 +75,7 @@ class SharedMemoryWork(dist.Work):
         if not self._is_over:
             seconds = timeout.total_seconds()
             if not self._under_way.acquire(timeout=seconds if seconds > 0 else -1):
-                raise PeerLost(
-                    f"a call was not over after {seconds:g} s: other ranks have not made it (the timeout is over)"
-                )
+                raise PeerLost(f"a call was not over after {seconds:g} s: other ranks have not made it ({TIMED_OUT})")
             self._under_way.release()
         if self._error is not None:
             raise self._error

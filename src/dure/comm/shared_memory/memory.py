@@ -50,6 +50,8 @@ _NUM_YIELDS = 20
 """Number of times that a waiter polls and yields before it sleeps. That takes about 15 us, as long as to fall asleep
 and be woken."""
 _CLOSED = "connection closed by it"
+TIMED_OUT = "Timed out: the timeout is over"
+"""Wording of torch's own errors, for which scripts search."""
 _SLICE_SECONDS = 0.05
 """Maximum seconds that a waiter sleeps before it checks that the other ranks are alive."""
 _STOPPED_SECONDS = 1.0
@@ -279,7 +281,7 @@ class SharedMemory:
             return "the group was destroyed", _CLOSED
         if is_over and late:
             names = ", ".join(self._name(peer) for peer, _ in late)
-            return f"{names} did not come within {self.timeout_seconds:g} s", "the timeout is over"
+            return f"{names} did not come within {self.timeout_seconds:g} s", TIMED_OUT
         return None
 
     def _name(self, rank: int) -> str:

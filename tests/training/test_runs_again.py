@@ -70,3 +70,9 @@ def test_export_when_the_folder_is_missing_then_one_sentence_says_so(tmp_path):
     ):
         dure.export(run, tmp_path / "nowhere/model.safetensors")
     assert not (tmp_path / "nowhere").exists()
+
+
+def test_run_when_its_folder_was_given_a_name_that_is_no_unicode_then_it_goes_on(tmp_path):
+    run = train_case(tmp_path, Regression(), "ddp", 2, samples=20, global_batch_size=10)
+    odd = run.rename(run.parent / "\udcff\u202e")
+    assert dure.train(Regression(), resume=odd, samples=40, quiet=True, start="fork").samples == 40

@@ -27,7 +27,7 @@ from dure.records.step_record import RunSummary
 from dure.report.summary import summarise
 from dure.spec import RunSpec
 from dure.strategies.table import STRATEGIES
-from dure.terminal import has_live_line, is_notebook
+from dure.terminal import has_live_line, is_notebook, one_line
 from dure.training.task.digests import class_digest
 from dure.training.task.given_task import given_task, task_class
 
@@ -90,7 +90,7 @@ def start_workers(
         nodes=nodes,
         threads=threads,
         # on several nodes each would use its own clock; they have a separate store for every round
-        store_prefix=f"{run.name}/{time.time_ns()}" if nodes.is_alone else run.name,
+        store_prefix=f"{one_line(run.name)}/{time.time_ns()}" if nodes.is_alone else one_line(run.name),
         start=start,
         expendable=_expendable(spec),
         grace_seconds=spec.grace_seconds,

@@ -44,6 +44,18 @@ def open_own(path: Path | str, flags: int) -> int:
     return os.open(path, flags | os.O_NOFOLLOW | os.O_CLOEXEC, _mode(folder) & 0o666)
 
 
+def restrict_files(folder: Path) -> None:
+    """Take from the files in a folder, which a library created there, the permissions that the folder does not give.
+
+    Raises:
+        OSError: The system cannot read the folder or change a mode.
+    """
+    for path in folder.iterdir():
+        found = path.lstat().st_mode
+        if stat.S_ISREG(found):
+            path.chmod(found & _mode(folder) & 0o666)
+
+
 def touch(path: Path) -> None:
     """Create an empty file if there is none.
 

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from dure.errors import EnvironmentLacks
-from dure.own_files import make_folder
+from dure.own_files import make_folder, restrict_files
 from dure.records.step_record import Metric, StepRecord
 
 _LEAST_SECONDS = 0.01
@@ -21,8 +21,9 @@ class Scalars:
             raise EnvironmentLacks(
                 "--tensorboard needs the package tensorboard: pip install 'dure[tensorboard]'"
             ) from None
-        make_folder(folder, exist_ok=True)  # the package would create its files with the umask alone
+        make_folder(folder, exist_ok=True)
         self._writer = SummaryWriter(str(folder))
+        restrict_files(folder)  # the package creates its files with the umask alone
         self._next_time = 0.0
 
     def step(self, record: StepRecord, learning_rate: float, num_samples: int) -> None:

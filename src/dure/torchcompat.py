@@ -427,9 +427,13 @@ def meet_at_served_store(host: str, port: int) -> None:
 # -- DistributedDataParallel -------------------------------------------------------------------------------------
 
 
-def reduction_check(engine: DistributedDataParallel) -> Callable[[], None]:
-    """Return a function that raises RuntimeError if backward lacked a gradient that DDP reduces: other ranks wait."""
-    return engine.reducer._check_reducer_finalized
+def check_reduction(engine: DistributedDataParallel) -> None:
+    """Check that backward produced every gradient that DDP reduces: other ranks wait for a missing one.
+
+    Raises:
+        RuntimeError: One is missing.
+    """
+    engine.reducer._check_reducer_finalized()
 
 
 # -- ZeroRedundancyOptimizer -------------------------------------------------------------------------------------

@@ -1,6 +1,7 @@
 """Sections of a model, run one by one, are the model; where they are not, the rehearsal says so."""
 
 import itertools
+import math
 import re
 from dataclasses import replace
 from functools import partial
@@ -21,7 +22,7 @@ from dure.strategies.sections.sectioned_model import SectionedModel
 from dure.strategies.sections.stand_in import stand_in
 from dure.strategies.sections.trace import Survey, survey
 from dure.strategies.sections.values import describe
-from dure.strategies.sections.verify import rehearse
+from dure.strategies.sections.verify import _Outcome, rehearse
 from dure.torchcompat import import_torchvision
 from examples.char_gpt import GPT
 
@@ -150,6 +151,14 @@ def test_gradient_that_is_zero_but_for_rounding_is_not_compared():
 
     # the last bias is in both members of each distance, and its gradients cancel out
     assert rehearsed(model, plan_of(seen, 2), seen, loss, loss_section=0) is None
+
+
+@pytest.mark.parametrize("largest", [1.0, math.inf])
+def test_small_gradient_that_lacks_a_path_is_found_beside_large_ones(largest):
+    whole = _Outcome(1.0, {"large": torch.tensor([largest, 0.5]), "small": torch.tensor([1e-5])})
+    parts = _Outcome(1.0, {"large": torch.tensor([largest, 0.5]), "small": torch.tensor([2e-5])})
+    assert whole.other_gradients(parts, ["small"]) == ["small"]
+    assert whole.other_gradients(whole, ["small"]) == []
 
 
 class Remembering(nn.Module):

@@ -23,7 +23,7 @@ from dure.strategies.contract.weight_rules import WeightRules
 from dure.strategies.data_parallel.compression import Compression, check_compression
 from dure.strategies.data_parallel.gradient_sums import add_up_gradients, sum_of_sparse
 from dure.strategies.data_parallel.options import DDPOptions
-from dure.torchcompat import BatchNorm, buffer_option, reduction_check, run_backward, without_gradient_hooks
+from dure.torchcompat import BatchNorm, buffer_option, check_reduction, run_backward, without_gradient_hooks
 
 _SEVERAL_PARTS = (
     "static_graph takes the graph from the first backward that ends a step, and this step has several microbatches: "
@@ -133,7 +133,6 @@ class DDP(Strategy):
             static_graph=self.options.static_graph,
             **buffer_option(sends_in_forward=self.options.broadcast_buffers),
         )
-        self._check_reduction = reduction_check(self.engine)
         self._finds_unused = self.options.find_unused_parameters or self.options.static_graph
         if not (self._finds_unused or has_sparse_gradients):
             # when it searches for unused parameters DDP keeps its first order; a rehearsal has no sparse gradients, and
@@ -206,7 +205,7 @@ class DDP(Strategy):
         if self._is_first_step:
             self._after_first_backward()
         try:
-            self._check_reduction()
+            check_reduction(self.engine)
         except RuntimeError as error:
             raise UnusedParameters(
                 "a parameter got no gradient from a rank's last microbatch, and ddp waits for all of them: "

@@ -5,7 +5,8 @@ losses that use more of the model than its output. All sections run in one proce
 """
 
 import functools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager
 from typing import Any, NamedTuple
@@ -37,7 +38,7 @@ SETS_GRADIENTS = (
     f"other ranks: add that term to the loss that it returns, or use {CURE}"
 )
 
-_ROUNDED = 1e3
+_ROUNDED = 64
 """Magnitude below which a gradient counts as rounding, in units of the eps of its dtype times the largest gradient:
 that of a bias which the loss cancels out, say."""
 
@@ -48,13 +49,16 @@ class _Outcome(NamedTuple):
     loss: float
     gradients: dict[str, Tensor]
 
-    def has_gradient_of(self, other: "_Outcome", name: str) -> bool:
-        """Return whether a parameter has the same gradient here and in another outcome, up to rounding."""
-        one = self.gradients.get(name)
-        if one is None:
-            return _are_close(one, other.gradients.get(name))
-        largest = max(float(gradient.abs().max()) for gradient in self.gradients.values() if gradient.numel())
-        return _are_close(one, other.gradients.get(name), rounding=_ROUNDED * torch.finfo(one.dtype).eps * largest)
+    def other_gradients(self, other: "_Outcome", names: Iterable[str]) -> list[str]:
+        """Return those of some parameters whose gradients here and in another outcome differ by more than rounding."""
+        sizes = [float(gradient.abs().max()) for gradient in self.gradients.values() if gradient.numel()]
+        largest = max(filter(math.isfinite, sizes), default=0.0)
+
+        def is_same(one: Tensor | None, theirs: Tensor | None) -> bool:
+            eps = 0.0 if one is None else torch.finfo(one.dtype).eps
+            return _are_close(one, theirs, rounding=_ROUNDED * eps * largest)
+
+        return [name for name in names if not is_same(self.gradients.get(name), other.gradients.get(name))]
 
 
 def rehearse(strategy: Strategy, model: nn.Module, plan: SectionPlan, seen: Survey, *, loss_section: int) -> str | None:
@@ -101,7 +105,7 @@ def _rehearse_now(
             f"output alone, without derivatives through it; cut elsewhere with the option cuts, or use {CURE}"
         )
     is_other_loss = not _are_close(torch.tensor(whole.loss), torch.tensor(parts.loss))
-    other = [name for name, _ in model.named_parameters() if not whole.has_gradient_of(parts, name)]
+    other = whole.other_gradients(parts, (name for name, _ in model.named_parameters()))
     if not other and not is_other_loss:
         return rehearsal.fault_of_own_code(where) or (None if loss_section else rehearsal.fault_of_hooks(where))
     if rehearsal.hidden is not None:
@@ -353,7 +357,7 @@ class _Rehearsal:
             begin.put_back()
             other = self.whole()
         losses = torch.tensor(one.loss), torch.tensor(other.loss)
-        if _are_close(*losses) and all(one.has_gradient_of(other, name) for name in one.gradients):
+        if _are_close(*losses) and not one.other_gradients(other, one.gradients):
             return []
         return sorted(paths)
 

@@ -240,7 +240,12 @@ def settings_of(optimizer: Optimizer) -> list[list[Any]]:
     They serve only for comparison with those of another call.
     """
     return [
-        [*group, len(group["params"]), *(_comparable(item) for key, item in group.items() if key != "params")]
+        [
+            *group,
+            len(group["params"]),
+            # a function call for each number would take most of the time
+            *(item if type(item) in _PLAIN else _comparable(item) for key, item in group.items() if key != "params"),
+        ]
         for group in optimizer.param_groups
     ]
 

@@ -32,13 +32,10 @@ class GroupWatch:
 
     def change(self) -> str | None:
         """Return the change since the start, or None; the order of the parameters in a group does not matter."""
-        groups = [group for optimizer in self._optimizers for group in optimizer.param_groups]
-        if len(groups) != len(self._first):
+        now = self._now()
+        if len(now) != len(self._first):
             return ADDED
-        for first, group in zip(self._first, groups, strict=True):
-            if not _have_same_tensors(first, group["params"]):
-                return _CHANGED
-        return None
+        return None if all(map(_have_same_tensors, self._first, now)) else _CHANGED
 
     def has_new_parameters(self) -> bool:
         """Return whether a group has parameters that the model did not begin with."""

@@ -350,6 +350,24 @@ def test_small_difference_is_seen_although_the_model_rounds_to_half_precision(is
     assert "forward" not in vars(model)
 
 
+class Dropped(nn.Module):
+    def forward(self, x):
+        return functional.dropout(x, 0.1, training=self.training)
+
+
+def test_small_difference_is_seen_although_a_model_in_half_precision_draws():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 8), Dropped(), nn.Tanh(), nn.Linear(8, 3)).bfloat16()
+    x = torch.randn(40, 4).bfloat16()
+
+    def traits(loss):
+        return inspection_of(loss, model, lambda places: x[list(places)]).traits(len(x))
+
+    assert "with constants for its random numbers" in traits(of_classes(1.0, 1.1, 0.9)).not_additive
+    assert traits(of_classes(1.0, 1.0, 1.0)).not_additive is None
+    assert traits(of_classes(1.0, 1.0, 1.0, dtype=torch.bfloat16)).not_additive is None
+
+
 def test_calls_that_cannot_be_divided_are_compared_as_half_precision_allows():
     model = nn.Linear(4, 3).bfloat16()
     x = torch.randn(8, 4).bfloat16()

@@ -1,10 +1,12 @@
 """Comparison of a loss for a group of samples with its parts: whether they add up, in value and in gradients."""
 
+import contextlib
 import copy
 import functools
 import math
 import time
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
@@ -110,8 +112,7 @@ class Additivity:
         """
 
         def tried(some: range) -> Tried:
-            draws = None if quantile is None else ConstantDraws(quantile)
-            return self.calls.tried(some, as_in_training=False, draws=draws)
+            return self.calls.tried(some, as_in_training=False, draws=_constants(quantile))
 
         whole = tried(places)
         rest = _GradientRest(whole.gradients)
@@ -121,31 +122,36 @@ class Additivity:
             values.append(part.value)
             has_drawn = has_drawn or part.trial.has_drawn
         figures = self._difference(whole.value, values) or self._figures(rest, whole.value)
-        return has_drawn, figures if figures or has_drawn or quantile is not None else self._fine_difference(places)
+        return has_drawn, figures if figures or has_drawn else self._fine_difference(places, quantile)
 
-    def _fine_difference(self, places: range) -> str | None:
+    def _fine_difference(self, places: range, quantile: float | None = None) -> str | None:
         """Return the figures of a loss whose parts do not add up by less than the model's rounding, or None.
 
         The model is called on the same parts each time, so that it rounds alike. This says nothing of the model itself.
+
+        Args:
+            places: Samples of the whole.
+            quantile: Quantile of constants in place of draws; None for draws.
         """
         if self.tolerance(torch.float32) <= _ALIKE_TOLERANCE:
             return None
         parts = _parts_of(places, self.smallest_part)
         try:
             whole, again, *values = [
-                self._rounded_alike(some, counts)
+                self._rounded_alike(some, counts, quantile)
                 for some, counts in (*[(places, [*map(len, parts)])] * 2, *((part, [len(part)]) for part in parts))
             ]
-        except Exception:
+        except (Exception, TooManyDraws):
             return None  # it cannot be divided, or depends on the outputs' precision
         if whole.total != again.total or whole.dtype not in _TOLERANCES:
             return None
         return self._difference(whole, values, _ALIKE_TOLERANCE)
 
-    def _rounded_alike(self, places: range, counts: Sequence[int]) -> Value:
+    def _rounded_alike(self, places: range, counts: Sequence[int], quantile: float | None) -> Value:
         calls = copy.copy(self.calls)
         calls.loss = RoundedAlike(self.calls.loss, counts)
-        return calls.value_apart(places)
+        with _constants(quantile):
+            return calls.value_apart(places)
 
     def is_model_additive(self, num_samples: int, size: int) -> bool:
         """Return whether the model's outputs for the first samples, and for the last, depend on no other samples.
@@ -336,6 +342,11 @@ def _parts_of(places: range, smallest: int) -> list[range]:
             parts.append(range(start, end))
             start = end
     return parts or [places]
+
+
+def _constants(quantile: float | None) -> AbstractContextManager[Any]:
+    """Return a context in which random numbers are the constants of a quantile; one that does nothing for None."""
+    return contextlib.nullcontext() if quantile is None else ConstantDraws(quantile)
 
 
 def _rows_of(fetch: Callable[[Sequence[int]], Any], whole: range, places: range) -> Any:

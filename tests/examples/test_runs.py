@@ -11,7 +11,7 @@ from tests.cifar10_slice import unpack_slice
 
 
 def test_digits_over_two_processes_reaches_97_percent(tmp_path):
-    summary = dure.train(Digits(), nproc=2, runs_dir=tmp_path, quiet=True)
+    summary = dure.train(Digits(), nproc=2, epochs=8, runs_dir=tmp_path, quiet=True)
     assert summary.metrics["accuracy"].count == 355
     assert summary.metrics["accuracy"].value >= 0.97
 

@@ -18,10 +18,19 @@ SIDEWAYS = re.compile(
 
 def sideways(source: str) -> Iterator[str]:
     """Yield line and text of each docstring that begins without its noun or verb."""
-    for node in ast.walk(ast.parse(source)):
+    for node in statements(source):
         for line, text in docstrings(node):
             if SIDEWAYS.match(text):
                 yield f"{line}: {text.splitlines()[0]}"
+
+
+def statements(source: str) -> Iterator[ast.AST]:
+    """Yield every node but the expressions, which have no docstrings and are most of a tree."""
+    pending: list[ast.AST] = [ast.parse(source)]
+    while pending:
+        node = pending.pop()
+        yield node
+        pending += (child for child in ast.iter_child_nodes(node) if not isinstance(child, ast.expr))
 
 
 def docstrings(node: ast.AST) -> Iterator[tuple[int, str]]:

@@ -1,6 +1,5 @@
 """Words that docstrings, comments and pages do not use: each has a plainer one."""
 
-import ast
 import io
 import itertools
 import re
@@ -11,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.house.rooms import ROOT
-from tests.house.test_docstrings import docstrings
+from tests.house.test_docstrings import docstrings, statements
 
 BANNED = {
     "anew": "again, from the beginning",
@@ -33,7 +32,7 @@ MODULES = sorted((ROOT / "src").rglob("*.py"))
 
 def prose(source: str) -> Iterator[tuple[int, str]]:
     """Yield line and text of each docstring, and of each comment with those directly below it."""
-    for node in ast.walk(ast.parse(source)):
+    for node in statements(source):
         yield from docstrings(node)
     comments = [token for token in tokenize.generate_tokens(io.StringIO(source).readline) if token.string[:1] == "#"]
     for _, together in itertools.groupby(enumerate(comments), lambda pair: pair[1].start[0] - pair[0]):

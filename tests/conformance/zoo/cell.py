@@ -23,6 +23,7 @@ DIVIDED = "divided"
 """A further way: undisturbed, in microbatches. Its verdict need not be that of the others; it must not be wrong."""
 _KILLED_STEP = 6
 _numbers = count()
+_references: dict[tuple[Any, str], dict[str, Tensor] | None] = {}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,13 +74,19 @@ def _difference(one: Tensor, other: Tensor) -> float:
 
 
 def reference_of(feature: Feature, folder: Path) -> dict[str, Tensor] | None:
-    """Return the weights of the undisturbed one-process run; None if it is refused."""
-    try:
-        return weights_of(_run(feature, "single", "straight", folder))
-    except DureError as error:
-        if _refusal(error).kind != "refused":
-            raise
-        return None
+    """Return the weights of the undisturbed one-process run; None if it is refused.
+
+    They are computed once for a task and its settings in this process.
+    """
+    key = feature.task, repr(sorted(feature.settings.items()))
+    if key not in _references:
+        try:
+            _references[key] = weights_of(_run(feature, "single", "straight", folder))
+        except DureError as error:
+            if _refusal(error).kind != "refused":
+                raise
+            _references[key] = None
+    return _references[key]
 
 
 def weights_of(run: Path) -> dict[str, Tensor]:

@@ -1,7 +1,5 @@
 """Every cell of the table has its verdict, and the page says the same."""
 
-import functools
-
 import pytest
 
 from dure.strategies.table import STRATEGIES
@@ -63,26 +61,22 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     metafunc.parametrize(("name", "strategy"), chosen)
 
 
-@pytest.fixture(scope="module")
-def references(tmp_path_factory):
-    return functools.cache(lambda name: reference_of(FEATURES[name], tmp_path_factory.mktemp("one")))
-
-
-def test_cell_has_the_verdict_of_the_table(name, strategy, references, tmp_path):
+def test_cell_has_the_verdict_of_the_table(name, strategy, tmp_path):
     feature = FEATURES[name]
     if not is_available(feature):
         pytest.skip(f"needs {feature.needs} (make zoo)")
-    verdict = worst(run_cell(feature, strategy, way, references(name), tmp_path) for way in ways_of(feature, strategy))
+    reference = reference_of(feature, tmp_path)
+    verdict = worst(run_cell(feature, strategy, way, reference, tmp_path) for way in ways_of(feature, strategy))
     known = read_verdicts()[name][strategy]["kind"]
     # threads may happen to draw in the order of one device
     assert verdict.kind == known or (known, verdict.kind) == ("declared", "exact"), verdict.detail
 
 
-def test_cell_in_microbatches_is_exact_declared_or_refused(name, strategy, references, tmp_path):
+def test_cell_in_microbatches_is_exact_declared_or_refused(name, strategy, tmp_path):
     feature = FEATURES[name]
     if not is_available(feature):
         pytest.skip(f"needs {feature.needs} (make zoo)")
-    verdict = run_cell(feature, strategy, DIVIDED, references(name), tmp_path)
+    verdict = run_cell(feature, strategy, DIVIDED, reference_of(feature, tmp_path), tmp_path)
     assert verdict.kind in ("exact", "declared", "refused"), verdict.detail
 
 

@@ -52,12 +52,11 @@ def _has_openmp_threads() -> bool:
     """
     try:
         with open("/proc/self/maps", encoding="utf-8", errors="replace") as file:
-            regions = [line.split(maxsplit=5) for line in file]
-        libraries = [
-            tuple(int(edge, 16) for edge in region[0].split("-"))
-            for region in regions
-            if len(region) == 6 and any(name in region[5] for name in ("libgomp", "libomp", "libiomp"))
-        ]
+            libraries = [
+                tuple(int(edge, 16) for edge in line.split(maxsplit=1)[0].split("-"))
+                for line in file
+                if "libgomp" in line or "libomp" in line or "libiomp" in line
+            ]
         for thread in os.listdir("/proc/self/task"):
             if int(thread) == threading.get_native_id():
                 continue

@@ -301,7 +301,7 @@ def test_a_pair_sends_its_output_in_forward_and_its_inputs_gradient_in_backward(
         with SentBytes() as sent:
             backward(strategy, batch)
         strategy.close()
-        return strategy.traffic.sent_bytes, sent.calls
+        return strategy.division.traffic.sent_bytes, sent.calls
 
     # 2 (T-1)/T of eight samples' two outputs and four inputs, in float32; the third message is the facts
     assert on_ranks(2, work) == [(8 * (2 + 4) * 4, {"allreduce": 3})] * 2
@@ -422,7 +422,7 @@ def test_the_start_says_what_is_divided_and_what_is_not():
         "gathered (output features divided, the output gathered): inputs, head",
         "row (input features divided, the output added up): block.linear2",
         "vocab (an Embedding's rows divided, the output added up): embedding",
-        "whole on every rank: block.self_attn, block.self_attn.out_proj, block.norm1, block.norm2",
+        "whole on every rank of a tensor group: block.self_attn, block.self_attn.out_proj, block.norm1, block.norm2",
     ]
     assert note.startswith("block.self_attn whole: nn.MultiheadAttention keeps")
 

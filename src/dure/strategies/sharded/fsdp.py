@@ -32,8 +32,8 @@ from dure.strategies.contract.reduced_facts import reduced_facts
 from dure.strategies.contract.step_facts import LossTerm, Requests, StepFacts
 from dure.strategies.contract.watch.parameter_watch import ParameterWatch
 from dure.strategies.contract.weight_rules import WeightRules
+from dure.strategies.division.local_shards import ShardedStrategy
 from dure.strategies.sharded.fsdp_units import Unit, find_units, has_batchnorm, parameter_bytes, unit_faults
-from dure.strategies.sharded.local_shards import ShardedStrategy
 from dure.strategies.sharded.options import FSDPOptions
 from dure.strategies.state.batchnorm import convert_sync_batchnorm
 from dure.strategies.state.module_patterns import shortened

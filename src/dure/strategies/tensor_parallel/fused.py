@@ -17,6 +17,7 @@ from dure.errors import TaskInvalid
 from dure.strategies.contract.batches import map_tensors
 from dure.strategies.state.tensor_shard import version_of
 from dure.strategies.tensor_parallel.boundary import from_local, gathered, mark_as_copy, released, to_local
+from dure.strategies.tensor_parallel.plan import OPTION
 
 
 def as_fused(local: Tensor, mesh: DeviceMesh) -> Tensor:
@@ -44,7 +45,7 @@ def check_is_unchanged(value: Any) -> None:
     if any(version_of(part) != version for part, version in value.handed_out):
         raise TaskInvalid(
             "the model uses queries, keys and values of one layer again after it changed one of them in place: change "
-            "a copy of it, or make the layer gathered with --tensor-parallel.plan"
+            f"a copy of it, or make the layer gathered with {OPTION}"
         )
 
 

@@ -14,6 +14,9 @@ from torch import nn
 
 from dure.strategies.state.module_patterns import matching, shortened
 
+OPTION = "--tensor-parallel.plan (under fsdp --fsdp.tensor-plan)"
+"""Options with a given plan, as messages name them."""
+
 STYLES = {
     "column": "output features divided, and the output left divided",
     "fused": "queries, keys and values of one layer divided by heads, their rows brought together in forward",
@@ -340,4 +343,22 @@ def whole_layers(model: nn.Module, plan: TensorPlan) -> list[str]:
         name or type(model).__name__
         for name, module in model.named_modules()
         if name not in plan.styles and any(True for _ in module.parameters(recurse=False))
+    ]
+
+
+def plan_of(model: nn.Module, num_ranks: int, given: str | None) -> TensorPlan:
+    """Return the plan that is given as text, or else the one that the rules find."""
+    return find_plan(model, num_ranks) if given is None else read_plan(given, model, num_ranks)
+
+
+def nothing_to_divide(model: nn.Module, plan: TensorPlan, num_ranks: int) -> list[str]:
+    """Return a fault if a plan divides no layer."""
+    if plan.styles:
+        return []
+    whole = whole_layers(model, plan)
+    shown = shortened(whole[:8]) + (f" and {len(whole) - 8} more" if len(whole) > 8 else "")
+    reasons = "".join(f"; {note}" for note in plan.notes)
+    return [
+        f"there is no layer to divide over {num_ranks} ranks, since the rules know nn.Linear and nn.Embedding and "
+        f"the model's layers are {shown}{reasons}: use fsdp, which divides any parameter"
     ]

@@ -28,6 +28,7 @@ from dure.strategies.tensor_parallel.boundary import (
     to_local,
 )
 from dure.strategies.tensor_parallel.fused import OF_GRADIENT, is_fused, may_be_asked, on_fused, whole_of_fused
+from dure.strategies.tensor_parallel.plan import OPTION
 from dure.strategies.tensor_parallel.rules import COMPUTED, MAY_VIEW, UNTOUCHED, changes_first, has_no_rule
 from dure.torchcompat import is_operator, local_tensor
 
@@ -55,8 +56,8 @@ def _check_is_own(value: Any, name: str) -> None:
     if is_copy(value):
         raise TaskInvalid(
             f"the model changes part of a value that is divided over the ranks in place ({name}), of which they have "
-            "copies: change the whole value or make a new one, or make the layers before it gathered with "
-            "--tensor-parallel.plan"
+            "copies: change the whole value or make a new one, or make the layers before it gathered "
+            f"with {OPTION}"
         )
 
 
@@ -89,13 +90,13 @@ class DividedValues(TorchFunctionMode):
             if is_change:
                 raise TaskInvalid(
                     f"the model changes queries, keys and values of one layer in place ({name}), which is not done to "
-                    "their parts: change a copy of them, or make the layer gathered with --tensor-parallel.plan"
+                    f"their parts: change a copy of them, or make the layer gathered with {OPTION}"
                 )
             if func in OF_GRADIENT:
                 raise TaskInvalid(
                     f"the model asks for the gradient of queries, keys and values of one layer together ({name}), "
-                    "whose parts are in another order: ask for that of each, or make the layer gathered with "
-                    "--tensor-parallel.plan"
+                    "whose parts are in another order: ask for that of each, or make the layer gathered "
+                    f"with {OPTION}"
                 )
             return on_fused(func, *args, **kwargs)
         if name == "__get__" and getattr(func, "__self__", None) is Tensor._version:

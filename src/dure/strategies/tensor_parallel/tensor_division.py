@@ -1,0 +1,236 @@
+"""Layers of a model divided over the ranks of a tensor group, and the context in which the model computes."""
+
+import gc
+import weakref
+import zlib
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor.experimental import implicit_replication
+from torch.distributed.tensor.parallel import parallelize_module
+
+from dure.comm.groups import Group
+from dure.comm.mesh import Mesh
+from dure.errors import RanksDisagree, TaskInvalid
+from dure.strategies.contract.step_facts import DeferredRead
+from dure.strategies.state.containers import attributes_of, map_leaves, set_attribute
+from dure.strategies.state.module_patterns import shortened
+from dure.strategies.state.module_replicas import INTERNAL, Intercepted
+from dure.strategies.tensor_parallel.boundary import Traffic, counted_by
+from dure.strategies.tensor_parallel.layers import (
+    DividedLayer,
+    WholeInput,
+    column_forward,
+    fused_forward,
+    gathered_forward,
+    row_forward,
+    vocab_forward,
+)
+from dure.strategies.tensor_parallel.plan import OPTION, STYLES, TensorPlan, shard_dim, whole_layers
+from dure.strategies.tensor_parallel.rules import has_no_rule
+from dure.strategies.tensor_parallel.values import DividedValues, undivided
+from dure.torchcompat import default_generator, without_compilation
+
+_DRAW_BITS = 20
+"""Bits in a fingerprint of the generators, so that its product with a few thousand ranks is exact in float32."""
+
+
+class TensorDivision:
+    """Division of a plan's layers over the axis `tensor` of a mesh."""
+
+    def __init__(self, plan: TensorPlan, mesh: Mesh, group: Group, device: torch.device) -> None:
+        """Set the parameters of the division.
+
+        Args:
+            plan: Layers to divide, and how.
+            mesh: Mesh with the axis `tensor`.
+            group: All ranks, which start with rank 0's values.
+            device: Device of this rank.
+        """
+        self.plan = plan
+        self.mesh = mesh
+        self.traffic = Traffic(mesh.size("tensor"))
+        self.values = DividedValues()
+        self._group, self._device = group, device
+        self._is_dividing = False
+        self._resources = ExitStack()
+        self._draws_before: DeferredRead | None = None
+        """Fingerprint of the draws in the step before, on an accelerator."""
+
+    def divide(self, model: nn.Module) -> None:
+        """Divide the layers, and replace the model's forward by one that returns whole tensors.
+
+        Communication: a broadcast of each divided parameter over all ranks; one is whole on the device at a time.
+        """
+        # masks and tables made by a model are equal on every rank: combined with divided values, they are whole
+        self._resources.enter_context(implicit_replication())
+        # the fast path of nn.TransformerEncoder uses weights without calling the layers
+        had_fast_path = torch.backends.mha.get_fastpath_enabled()
+        torch.backends.mha.set_fastpath_enabled(False)
+        self._resources.callback(torch.backends.mha.set_fastpath_enabled, had_fast_path)
+        self._divide_layers(model)
+        model.forward = Intercepted(model.forward, self._forward, in_copies=True)
+
+    def _divide_layers(self, model: nn.Module) -> None:
+        device_mesh = self.mesh.device_mesh
+        assert device_mesh is not None
+        mesh = device_mesh["tensor"]
+        inputs = {region: WholeInput(mesh) for region in map(self.plan.region_of, self.plan.styles)}
+        divided: dict[int, nn.Parameter] = {}
+        plan: dict[str, Any] = {}
+        for name, style in self.plan.styles.items():
+            whole_input = inputs[self.plan.region_of(name)]
+            forward = {
+                "column": partial(column_forward, whole_input),
+                "fused": partial(fused_forward, mesh, whole_input, lambda: self._is_dividing),
+                "gathered": partial(gathered_forward, whole_input),
+                "row": partial(row_forward, mesh, whole_input),
+                "vocab": partial(vocab_forward, mesh),
+            }[style]
+            plan[name] = DividedLayer(shard_dim(style), forward, self._group, divided)
+        held = {
+            f"{name}.{kind}": weakref.ref(parameter)
+            for name in plan
+            for kind, parameter in model.get_submodule(name).named_parameters(recurse=False)
+        }
+        replaced = _parameters_of(model)
+        parallelize_module(model, mesh, plan)
+        _replace_aliases(model, replaced)
+        del replaced
+        _check_holders(held, {id(parameter) for parameter in model.parameters()})
+
+    # computation
+
+    def _forward(self, forward: Any, *args: Any, **kwargs: Any) -> Any:
+        """Run the model's own forward, and return its output as whole tensors."""
+        with self.dividing():
+            return undivided(forward(*args, **kwargs))
+
+    @contextmanager
+    def dividing(self) -> Iterator[None]:
+        """Enter the context in which the model computes, forward and backward."""
+        if self._is_dividing:
+            yield
+            return
+        self._is_dividing = True
+        try:
+            with without_compilation(), self.values, counted_by(self.traffic):
+                yield
+        except (RuntimeError, NotImplementedError) as error:
+            if not has_no_rule(error):
+                raise
+            raise TaskInvalid(
+                "the model does something with divided values that DTensor has no rule for "
+                f"({str(error).splitlines()[0]:.200}): say with {OPTION} what to divide, leaving out, "
+                "or making gathered, the column layers before that"
+            ) from error
+        finally:
+            self._is_dividing = False
+
+    @contextmanager
+    def differentiating(self) -> Iterator[None]:
+        """Enter the context of a backward pass, in which checkpoints are recomputed: it must run in this thread."""
+        with self.dividing(), torch.autograd.set_multithreading_enabled(False):
+            yield
+
+    def computed(self, function: Callable[..., Any], *args: Any) -> Any:
+        """Call a function of the task, which may use divided weights and values, and return its result undivided."""
+        try:
+            with self.dividing():
+                return undivided(function(*args))
+        except RuntimeError as error:
+            if "functorch transforms" not in str(error):
+                raise
+            raise TaskInvalid(
+                f"the task's {function.__name__} uses torch.func (vmap, grad, jacrev ...), which cannot go through "
+                "divided layers: use ddp or fsdp"
+            ) from error
+
+    # ranks of a tensor group must draw the same
+
+    def draws(self) -> float:
+        """Return a fingerprint of the generators, weighted so that equal ones of a tensor group sum to 0."""
+        states = [torch.default_generator.get_state()]
+        if self._device.type != "cpu":
+            states.append(default_generator(self._device).get_state())
+        found = 0
+        for state in states:
+            found = zlib.crc32(state.numpy().tobytes(), found)
+        found &= (1 << _DRAW_BITS) - 1
+        return float(found if self.mesh.coordinate("tensor") else -found * (self.mesh.size("tensor") - 1))
+
+    def check_draws(self, total: Tensor) -> None:
+        """Raise on all ranks if those of a tensor group have drawn differently; deferred on an accelerator.
+
+        Args:
+            total: Sum of all ranks' fingerprints, of one element.
+
+        Raises:
+            RanksDisagree: State that should be equal on these ranks would differ from then on.
+        """
+        now = DeferredRead(total)
+        before = now if self._device.type == "cpu" else self._draws_before
+        self._draws_before = now
+        if before is not None and before.read() != [0.0]:
+            raise RanksDisagree(
+                "ranks of a tensor group did not draw the same random numbers: something in the model draws for "
+                "divided values other than by functional.dropout, or on some ranks alone; draw on all ranks alike, or "
+                f"leave the layers before it whole with {OPTION}"
+            )
+
+    # description, closing
+
+    def describe(self, model: nn.Module) -> list[str]:
+        """Return lines about the divided layers of a model, and those that are not."""
+        lines = [
+            f"{style} ({meaning}): {shortened(names)}"
+            for style, meaning in STYLES.items()
+            if (names := [name for name, given in self.plan.styles.items() if given == style])
+        ]
+        if whole := whole_layers(model, self.plan):
+            lines.append(f"whole on every rank of a tensor group: {shortened(whole)}")
+        return lines + self.plan.notes
+
+    def close(self) -> None:
+        """Restore torch's settings."""
+        self._resources.close()
+
+
+def _parameters_of(model: nn.Module) -> dict[str, nn.Parameter]:
+    return dict(model.named_parameters(remove_duplicate=False))
+
+
+def _replace_aliases(model: nn.Module, before: dict[str, nn.Parameter]) -> None:
+    """Replace parameters by the divided ones in lists and dictionaries of modules."""
+    now = _parameters_of(model)
+    new = {id(parameter): now[name] for name, parameter in before.items() if now[name] is not parameter}
+    for module in model.modules():
+        for name, value in attributes_of(module).items():
+            if name not in INTERNAL:
+                changed = map_leaves(value, lambda leaf: new.get(id(leaf), leaf))
+                if changed is not value:
+                    set_attribute(module, name, changed)
+
+
+def _check_holders(held: "dict[str, weakref.ref[nn.Parameter]]", own: set[int]) -> None:
+    """Refuse a parameter that is still referenced, although the model has a divided one in its place.
+
+    Raises:
+        TaskInvalid: Computations with it would train nothing.
+    """
+
+    def still_held() -> list[str]:
+        return [name for name, reference in held.items() if (one := reference()) is not None and id(one) not in own]
+
+    if still_held():
+        gc.collect()
+    if names := still_held():
+        raise TaskInvalid(
+            f"{shortened(names)} is kept by something besides the model's layers (the task, or a function that was "
+            "made with it), and would stay whole and untrained there: ask the model for it when it is needed, or leave "
+            f"the layer whole with {OPTION}"
+        )

@@ -9,7 +9,9 @@ from torch import nn
 from torch.nn import functional
 
 import dure
+from tests.conformance.cases import train_case
 from tests.conformance.zoo.feature import STEPS, ZooTask, chain
+from tests.conformance.zoo.later import ScheduledMining
 
 
 class ReadsIterator(ZooTask):
@@ -39,3 +41,9 @@ def test_loss_that_could_not_be_tried_before_training_is_not_called_during_it(tm
     assert losses_of(two) == pytest.approx(losses_of(one), rel=1e-12)
     declared = json.loads((two / "summary.json").read_text())["not_preserved"]
     assert [text.partition(":")[0] for text in declared] == ["unknown", "state that no checkpoint holds"]
+
+
+def test_loss_that_failed_before_training_is_compared_during_it(tmp_path):
+    run = train_case(tmp_path, ScheduledMining(), "ddp", 2, **STEPS)
+    declared = json.loads((run / "summary.json").read_text())["not_preserved"]
+    assert [text.partition(":")[0] for text in declared] == ["unknown", "the loss is no mean over samples"]

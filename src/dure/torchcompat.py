@@ -737,6 +737,30 @@ def local_tensor(tensor: Tensor) -> Tensor:
     return local
 
 
+def compiled_modules(model: nn.Module) -> list[str]:
+    """Return the names of modules that the task itself has compiled, with `torch.compile` or `compile()`."""
+    return [
+        name
+        for name, module in model.named_modules()
+        if "_orig_mod" in module._modules or getattr(module, "_compiled_call_impl", None) is not None
+    ]
+
+
+def read_whole_numbers() -> None:
+    """Let a number that is read from a DTensor be that of the whole in this process (private in torch).
+
+    By itself `.item()` of a sum over shards is that of this rank's shard. Every rank of the mesh must read it.
+    """
+    from torch.distributed.tensor import DTensor, Replicate
+
+    def read(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        (value,) = args
+        return operator(value.redistribute(placements=[Replicate()] * value.device_mesh.ndim).to_local())
+
+    handlers: dict[Any, Any] = DTensor._op_dispatcher._custom_op_handlers
+    handlers[torch.ops.aten._local_scalar_dense.default] = read
+
+
 def divided_like(parameter: Any, local: Tensor) -> Tensor:
     """Return a DTensor of a rank's part, divided like a parameter; it stays on its device (private in torch).
 

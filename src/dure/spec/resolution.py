@@ -299,7 +299,7 @@ def _strategy_faults(
         )
     if spec.mesh is not None and not bad & {"mesh", "nproc", "nnodes"}:
         try:
-            parse_mesh(spec.mesh, traits.mesh_axes, spec.num_devices, spec.counted_devices)
+            parse_mesh(spec.mesh, traits.mesh_axes, spec.num_devices, spec.counted_devices, main=traits.main_axis)
         except ValueError as error:
             faults.append(f"{_origin(draft, 'mesh')}: {error}")
     for setting in sorted({name for row in strategies.values() for name in row.settings}):

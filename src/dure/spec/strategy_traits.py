@@ -25,6 +25,10 @@ class StrategyTraits(Protocol):
     def mesh_axes(self) -> tuple[str, ...]:
         """Axes that `mesh` may name."""
 
+    @property
+    def main_axis(self) -> str | None:
+        """Axis that has all devices without `mesh`; None for the last one."""
+
     def option_class(self) -> type[StrategyOptions]:
         """Return the model of its own options."""
 

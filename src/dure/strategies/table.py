@@ -177,18 +177,20 @@ STRATEGIES = Strategies(
             implementation="dure.strategies.sharded.fsdp:FSDP",
             options="dure.strategies.sharded.options:FSDPOptions",
             summary="parameters, gradients and optimiser state divided over the ranks (ZeRO stages 2 and 3)",
-            divides="each global batch over the ranks, and every parameter along its first dimension",
+            divides="each global batch over replica and shard, every parameter over shard, layers over the axis tensor",
             synchronises="every microstep: parameters gathered unit by unit; every step: gradients reduced and divided",
             preserves="weights after every step (to rounding), sample order, evaluation",
             does_not_preserve=(
                 _BATCHNORM.format(unit="rank"),
                 _RANDOM,
                 "bf16 and fp16: a unit without BatchNorm computes in them throughout, its norms too",
+                "random numbers inside scaled_dot_product_attention (dropout): the same draws for each rank's heads",
             ),
             needs="an optimiser that steps each element by itself; units that all ranks run, in one order",
             sent_bytes=(
                 "every rank, with S shards, R replicas, n microsteps: (2n+1) (S-1)/S W, n less for what is outside the "
-                "units (2 (S-1)/S W when kept after forward), + 2 (R-1)/R G/S; all together: P times that"
+                "units (2 (S-1)/S W when kept after forward), + 2 (R-1)/R G/S; with T tensor ranks W and G are their "
+                "parts, and layers send as in tensor_parallel; all together: P times that"
             ),
             memory=(
                 "(W + G + S)/shards + the largest two units whole + A(microbatch); G whole while accumulating; W whole "
@@ -200,7 +202,8 @@ STRATEGIES = Strategies(
                 *COMPILED,
                 "sync_batchnorm",
             ),
-            mesh_axes=("replica", "shard"),
+            mesh_axes=("replica", "shard", "tensor"),
+            main_axis="shard",
             right_when="the model, its gradients and its optimiser state do not fit one device, though one layer does",
             one_process=False,
             checks_model=True,

@@ -96,8 +96,8 @@ class LateInspection:
         varies = traits.data_changes or traits.collate_draws
         has_traces = varies or bool(traits.changed_parameters or traits.left_state)
         is_divided = len(strategy.parts.of_loss(self._session.spec.global_batch_size)) > 1
-        # not tried before training either, because of time or of state that cannot be put back; one that failed then may
-        # have lacked what the schedule sets
+        # not tried before training either, because of time or of state that cannot be put back; a loss that failed then
+        # may have lacked what the schedule sets
         is_untried = traits.reason_unknown is not None and not traits.has_failed
         is_known = traits.not_additive is not None or is_untried
         return is_divided and strategy.is_synchronous and not (is_known or has_traces)

@@ -33,6 +33,8 @@ from tests.conformance.test_failures import Branching
 from tests.conformance.test_precision import STEPS as HALF_STEPS
 from tests.conformance.test_precision import Steep
 from tests.conformance.test_resume import SETTINGS, back_to, resumed
+from tests.conformance.zoo.feature import STEPS as ZOO_STEPS
+from tests.conformance.zoo.feature import ZooTask
 from tests.specs import grouped, spec_of
 from tests.strategies.data_parallel.test_zero1 import Grouped
 from tests.strategies.sharded.sharded_cases import SentBytes, backward, held_bytes, num_bytes, prepared
@@ -430,6 +432,34 @@ def test_ranks_skip_the_same_steps_when_fp16_overflows_in_any_shard(tmp_path):
     run = train_case(tmp_path, task, "fsdp", 3, precision="fp16", microbatch_size=1, **HALF_STEPS)
     assert all(value.isfinite().all() for value in weights_of(run).values())
     assert len(evaluated_digests(digests)) == 1
+
+
+class ReadsWeights(ZooTask):
+    """Uses a number that is read from a weight: each time, or again when the weight has another version."""
+
+    caches: bool = False
+
+    def build_model(self):
+        self.norms = {}
+        return super().build_model()
+
+    def loss(self, model, batch):
+        weight = model[0].weight
+        version = weight._version if self.caches else len(self.norms)
+        if version not in self.norms:
+            self.norms = {version: float(weight.detach().norm())}
+        return super().loss(model, batch) * self.norms[version]
+
+
+@pytest.mark.parametrize(
+    ("strategy", "settings"), [("fsdp", {}), ("fsdp", {"units": "0"}), ("zero1", {})], ids=["fsdp", "units", "zero1"]
+)
+@pytest.mark.parametrize("caches", [False, True])
+def test_number_of_a_weight_is_that_of_the_whole_and_of_each_step(strategy, settings, caches, trained, tmp_path):
+    task = ReadsWeights(caches=caches)
+    one = weights_of(trained(task, **ZOO_STEPS))
+    run = train_case(tmp_path, task, strategy, 2, **settings, **ZOO_STEPS)
+    assert largest_difference(weights_of(run), one) < TO_ROUNDING
 
 
 # checkpoints

@@ -17,6 +17,7 @@ from torch.utils.checkpoint import checkpoint
 import dure
 from dure.comm.groups import ProcessGroup
 from dure.errors import TaskInvalid
+from dure.strategies.tensor_parallel.tensor_division import TensorDivision
 from dure.strategies.tensor_parallel.tensor_parallel import TensorParallel
 from tests.comm.gloo_ranks import on_ranks
 from tests.conformance.cases import TO_ROUNDING as SUM_ROUNDING
@@ -668,26 +669,33 @@ class Rounding(Pair):
         return super().forward(normed)
 
 
-@pytest.mark.parametrize("mesh", ["data=1,tensor=2", "data=2,tensor=2"])
-def test_undivided_weights_of_ranks_that_round_differently_stay_the_same(mesh, monkeypatch):
-    monkeypatch.setattr(TensorParallel, "_may_drift", lambda self: True)
+@pytest.mark.parametrize(
+    ("strategy", "num_ranks", "mesh"),
+    [
+        ("tensor_parallel", 2, "data=1,tensor=2"),
+        ("tensor_parallel", 4, "data=2,tensor=2"),
+        ("fsdp", 4, "shard=2,tensor=2"),
+    ],
+)
+def test_undivided_weights_of_ranks_that_round_differently_stay_the_same(strategy, num_ranks, mesh, monkeypatch):
+    monkeypatch.setattr(TensorDivision, "may_drift", lambda self: True)
 
     def work(group: Any) -> tuple[dict[str, Tensor], list[float]]:
-        return trained_weights("tensor_parallel", group, Rounding, mean_square, tokens(4, 3), mesh=mesh)
+        return trained_weights(strategy, group, Rounding, mean_square, tokens(4, 3), mesh=mesh)
 
-    first, *others = [weights for weights, _ in on_ranks(4 if "data=2" in mesh else 2, work)]
+    first, *others = [weights for weights, _ in on_ranks(num_ranks, work)]
     for weights in others:
         torch.testing.assert_close(weights, first, rtol=0, atol=0)
 
 
 def test_ranks_may_drift_on_accelerators_that_are_not_asked_to_repeat(monkeypatch):
-    strategy = object.__new__(TensorParallel)
-    strategy.mesh = SimpleNamespace(size=lambda axis: 2)
+    division = object.__new__(TensorDivision)
+    division.mesh = SimpleNamespace(size=lambda axis: 2)
     asked = []
     for kind, is_deterministic in (("cpu", False), ("cuda", True), ("cuda", False)):
-        strategy.device = torch.device(kind)
+        division._device = torch.device(kind)
         monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda answer=is_deterministic: answer)
-        asked.append(strategy._may_drift())
+        asked.append(division.may_drift())
     assert asked == [False, False, True]
 
 

@@ -37,7 +37,9 @@ class StrategyInfo:
     is_exact: bool = True
     """True if the weights after every step are those of one device, to rounding."""
     mesh_axes: tuple[str, ...] = ("data",)
-    """Axes that `--mesh` may name, outermost first; without `--mesh`, the last one has all ranks."""
+    """Axes that `--mesh` may name, outermost first."""
+    main_axis: str | None = None
+    """Axis that has all ranks without `--mesh`; None for the last one."""
     extra_processes: str = ""
     """Name of the option that counts processes in addition to the `nproc` devices (parameter servers); its default is
     the number of devices.

@@ -10,6 +10,7 @@ neither assigned nor sent; and each rank writes its part into checkpoints.
 from dataclasses import replace
 from typing import Any
 
+import torch
 from torch import nn
 from torch.optim import Optimizer
 
@@ -22,7 +23,7 @@ from dure.strategies.division.optimizer_trial import reason_not_to_divide
 from dure.strategies.division.step_hooks import fault_of_replaced_step, run_around_all
 from dure.strategies.state.optimizer import group_names, optimizer_to_names
 from dure.strategies.state.saved_state import StateSource, StrategyState
-from dure.strategies.state.tensor_shard import Needs, rectangles
+from dure.strategies.state.tensor_shard import Needs, rectangles, version_of
 
 
 class ZeRO1(DDP):
@@ -85,6 +86,12 @@ class ZeRO1(DDP):
         super().check_groups()
         if (freezing := self.watch.freezing()) is not None:
             self.follow_freezing(freezing)
+
+    def optimizer_step(self) -> None:
+        """Step this rank's part, and let the other parameters have another version too, as after a step of all."""
+        versions = [(parameter, version_of(parameter)) for parameter in self.trainable if parameter.grad is not None]
+        super().optimizer_step()
+        torch.autograd.graph.increment_version([p for p, version in versions if version_of(p) == version])
 
     def state_dict(self) -> StrategyState:
         """Return the weights, this rank's part of the optimiser's state, and the groups with all their names."""

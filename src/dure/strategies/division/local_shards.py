@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from dure import torchcompat
@@ -61,10 +61,13 @@ class LocalShards:
         self._wholes[id(local)], self._locals[id(parameter)] = parameter, local  # type: ignore[assignment]
         return local
 
-    def is_divided(self, local: Tensor) -> bool:
-        """Return whether a local tensor is a shard, with other shards on other ranks."""
+    def axes_of(self, local: Tensor) -> tuple[str, ...]:
+        """Return the axes of the mesh along which other ranks have other shards; none for a whole parameter."""
         whole: Any = self._wholes.get(id(local))
-        return isinstance(whole, DTensor) and any(isinstance(placement, Shard) for placement in whole.placements)
+        if not isinstance(whole, DTensor):
+            return ()
+        names = whole.device_mesh.mesh_dim_names or ()
+        return tuple(name for name, placed in zip(names, whole.placements, strict=True) if not placed.is_replicate())
 
     def take_gradients(self) -> None:
         """Assign the DTensors' gradients to their local tensors."""
@@ -114,12 +117,13 @@ def _to_local(state: Any) -> Any:
 class ShardedStrategy(Strategy):
     """Base of strategies in which some or all parameters are DTensors.
 
-    `place` creates them; `shard_group` is the group over whose ranks each is divided.
+    `place` creates them; `shard_groups` are the groups over whose ranks they are divided.
     """
 
     rules = WeightRules(follows_groups=False)
 
-    shard_group: Group
+    shard_groups: dict[str, Group]
+    """Groups by the axes of the mesh; a parameter may be divided along some of them."""
 
     @classmethod
     def import_late_parts(cls) -> None:
@@ -181,17 +185,24 @@ class ShardedStrategy(Strategy):
                 self.group.all_reduce_sum(found)
 
     def clip_gradients(self, parameters: list[nn.Parameter], most: float) -> None:
-        """Clip by the norm of the whole gradient: squares of sharded gradients are summed over `shard_group`.
+        """Clip by the norm of the whole gradient: squares of sharded gradients are summed over the ranks with shards.
 
-        Communication: one blocking all_reduce of one number over `shard_group`.
+        Communication: for each of `shard_groups` one blocking all_reduce of a number for each way of division.
         """
-        divided = [p.grad for p in parameters if p.grad is not None and self.shards.is_divided(p)]
-        others = [p.grad for p in parameters if p.grad is not None and not self.shards.is_divided(p)]
-        square = self._square(divided)
-        self.shard_group.all_reduce_sum(square)
-        norm = (square + self._square(others)).sqrt()
-        if gradients := divided + others:
-            nn.utils.clip_grads_with_norm_(parameters, most, norm.to(gradients[0]))
+        gradients: dict[tuple[str, ...], list[Tensor]] = {self.shards.axes_of(p): [] for p in parameters}
+        for parameter in parameters:
+            if parameter.grad is not None:
+                gradients[self.shards.axes_of(parameter)].append(parameter.grad)
+        squares = torch.stack([self._square(some) for some in gradients.values()])
+        for axis, group in self.shard_groups.items():
+            # where a gradient is whole along the axis, every rank has its square
+            is_divided = torch.tensor([axis in axes for axes in gradients], device=squares.device)
+            summed = squares * is_divided
+            group.all_reduce_sum(summed)
+            squares = torch.where(is_divided, summed, squares)
+        first = next((gradient for some in gradients.values() for gradient in some), None)
+        if first is not None:
+            nn.utils.clip_grads_with_norm_(parameters, most, squares.sum().sqrt().to(first))
 
     def _square(self, gradients: list[Tensor]) -> Tensor:
         # float64: the square of a norm may overflow float32
@@ -199,8 +210,9 @@ class ShardedStrategy(Strategy):
         return norm.to(self.device, self.sums.dtype).square()
 
     def replica(self) -> ReplicaState:
-        """Return this rank's shards; ranks at the same position in their `shard_group` hold the same."""
-        return replica_state(f"shard {self.shard_group.rank}", self._own, self.optimizer)
+        """Return this rank's shards; ranks at the same position in their `shard_groups` hold the same."""
+        position = " of ".join(str(group.rank) for group in self.shard_groups.values())
+        return replica_state(f"shard {position}", self._own, self.optimizer)
 
     def state_dict(self) -> StrategyState:
         """Return this rank's shards under the model's own names."""

@@ -5,12 +5,14 @@ version, whose parameters are DTensors). Before a unit of the model computes, it
 ranks, and freed afterwards. Backward gathers them again, and leaves each rank its shard of the summed gradient. With
 `--no-fsdp.reshard-after-forward` they are kept from forward to backward, so that backward sends gradients only, as in
 stage 2. With `--mesh replica=R,shard=S` R groups of S ranks each hold the whole, and shards are summed over the groups.
+
+With `--mesh shard=S,tensor=T` groups of T ranks work on the same samples and divide layers as `tensor_parallel` does;
+what each of them has of a parameter is divided again over S ranks.
 """
 
 import functools
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import replace
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, NoReturn
 
 import torch
@@ -26,8 +28,10 @@ from dure.host.device_kinds import copies_beside
 from dure.host.devices import resolve_device
 from dure.spec import RunSpec
 from dure.spec.mesh import parse_mesh
+from dure.strategies.contract.batch_parts import DataShare
 from dure.strategies.contract.batches import Microbatch, map_tensors
-from dure.strategies.contract.declarations import few
+from dure.strategies.contract.context import StrategyContext
+from dure.strategies.contract.declarations import Findings, few
 from dure.strategies.contract.reduced_facts import reduced_facts
 from dure.strategies.contract.step_facts import LossTerm, Requests, StepFacts
 from dure.strategies.contract.watch.parameter_watch import ParameterWatch
@@ -39,10 +43,16 @@ from dure.strategies.state.batchnorm import convert_sync_batchnorm
 from dure.strategies.state.module_patterns import shortened
 from dure.strategies.state.objects.object_state import ObjectState
 from dure.strategies.state.saved_state import StateSource, StrategyState
+from dure.strategies.tensor_parallel.layers import follow_placement
+from dure.strategies.tensor_parallel.plan import nothing_to_divide, plan_of
+from dure.strategies.tensor_parallel.tensor_division import TensorDivision
 from dure.torchcompat import run_backward
 from dure.units import format_bytes
 
-AXES = ("replica", "shard")
+AXES = ("replica", "shard", "tensor")
+
+_MESSAGE_BYTES = 25 << 20
+"""Bytes of a message of gradients that ranks of a tensor group make the same."""
 
 _GATHERED = {"bf16": torch.bfloat16, "fp16": torch.float16}
 _REDUCED = {"bf16": torch.bfloat16, "fp32": torch.float32}
@@ -76,7 +86,7 @@ class ObjectiveModule(nn.Module):
         if microbatch is None:
             return None
         self.term = self._loss_term(self.model, microbatch, global_samples)
-        return self.term.root
+        return _without_base(self.term.root)
 
 
 class FSDP(ShardedStrategy):
@@ -117,7 +127,10 @@ class FSDP(ShardedStrategy):
                 "activation_checkpointing finds no unit to compute twice (one with BatchNorm would count its batch "
                 "twice): name some with --fsdp.units, or leave it out"
             )
-        num_shards = parse_mesh(spec.mesh, AXES, spec.num_devices)["shard"]
+        axes = _axes(spec, spec.num_devices)
+        if axes["tensor"] > 1:
+            faults += _tensor_faults(model, spec, axes["tensor"])
+        num_shards = axes["shard"]
         if options.reshard_size is not None and (
             num_shards % options.reshard_size or options.reshard_size == num_shards
         ):
@@ -136,6 +149,16 @@ class FSDP(ShardedStrategy):
             )
         return faults
 
+    def __init__(self, context: StrategyContext) -> None:
+        super().__init__(context)
+        self._axes = _axes(self.spec, self.group.world_size)
+        self.division: TensorDivision | None = None
+        """Division of layers, if the mesh has several ranks along its axis `tensor`."""
+        num_alike = self._axes["tensor"]
+        self.random_stream, position = divmod(self.group.rank, num_alike)
+        num_shares = self.group.world_size // num_alike
+        self.take_share(DataShare(index=self.random_stream, count=num_shares, leads=position == 0, is_joint=True))
+
     def check_traits(self, model: nn.Module) -> list[str]:
         """Refuse to compute units twice if each of them changes its own state in forward."""
         faults = super().check_traits(model)
@@ -152,10 +175,9 @@ class FSDP(ShardedStrategy):
         """Shard the model, starting with the units; 0-dim parameters stay whole, having no dimension to divide."""
         if self.spec.sync_batchnorm:
             model = convert_sync_batchnorm(model, self.device)
-        axes = parse_mesh(self.spec.mesh, self.info.mesh_axes, self.group.world_size)
-        self.mesh = Mesh(axes, self.group, self.device, divides_tensors=True)
-        self.shard_group = self.mesh.group("shard")
-        self.share = replace(self.share, is_joint=True)
+        torchcompat.read_whole_numbers()  # the loss may use weights of a unit, which are divided outside of it
+        self.mesh = Mesh(self._axes, self.group, self.device, divides_tensors=True)
+        self.shard_groups = {axis: self.mesh.group(axis) for axis in ("shard", "tensor")}
         self.units = find_units(model, self.options.units)
         self.scalars = [parameter for parameter in model.parameters() if parameter.dim() == 0]
         for scalar in self.scalars:
@@ -164,6 +186,10 @@ class FSDP(ShardedStrategy):
         for buffer in model.buffers():  # fully_shard would, which fails on kinds of devices from outside
             torchcompat.give_data(buffer, buffer.to(self.device))
         self._parameter_bytes = parameter_bytes(model)
+        if self.mesh.size("tensor") > 1:
+            plan = plan_of(model, self.mesh.size("tensor"), self.options.tensor_plan)
+            self.division = TensorDivision(plan, self.mesh, self.group, self.device)
+            self.division.divide(model)
         self._change_forwards(model)
         self.gathered = [self._shard(unit.module, is_root=False) for unit in reversed(self.units)]
         self.objective = ObjectiveModule(model, self.loss_term)
@@ -224,10 +250,11 @@ class FSDP(ShardedStrategy):
         Communication: a broadcast of each parameter from rank 0. Whole parameters are on the device one unit at a time.
         """
         ignored = set(self.scalars)
-        own = [p for p in module.parameters() if not isinstance(p, DTensor) and p not in ignored]
-        for parameter in own:
+        own = [p for p in module.parameters() if not self._is_shard(p) and p not in ignored]
+        whole = [p for p in own if not isinstance(p, DTensor)]  # the others have rank 0's values already
+        for parameter in whole:
             torchcompat.give_data(parameter, parameter.data.to(self.device).contiguous())
-        self.group.broadcast([parameter.data for parameter in own])
+        self.group.broadcast([parameter.data for parameter in whole])
         lowered = None if has_batchnorm(module) else _GATHERED.get(self.precision.name)
         gathered = Gathered(own, self.mesh, lowered, self._reduce_dtype(lowered), self.options.reshard_size)
         attributes = {name: torchcompat.own_attributes(p) for name, p in module.named_parameters() if vars(p)}
@@ -250,6 +277,10 @@ class FSDP(ShardedStrategy):
             vars(parameter).update(attributes.get(name, {}))
         return gathered
 
+    def _is_shard(self, parameter: Tensor) -> bool:
+        """Return whether a parameter is divided over the axis `shard`, and not only over the axis `tensor`."""
+        return isinstance(parameter, DTensor) and "shard" in (parameter.device_mesh.mesh_dim_names or ())
+
     def _reduce_dtype(self, lowered: torch.dtype | None) -> torch.dtype | None:
         """Return the dtype in which gradients are added up; None for that of the parameters."""
         if self.options.reduce_dtype is not None:
@@ -261,7 +292,7 @@ class FSDP(ShardedStrategy):
         assert device_mesh is not None
         fully_shard(
             module,
-            mesh=device_mesh if self.mesh.size("replica") > 1 else device_mesh["shard"],
+            mesh=device_mesh["replica", "shard"] if self.mesh.size("replica") > 1 else device_mesh["shard"],
             offload_policy=self._offload_policy(),
             **settings,
         )
@@ -285,6 +316,9 @@ class FSDP(ShardedStrategy):
         self._own_scalars = [parameter for parameter in self.trainable if parameter.dim() == 0]
         self._reached: list[Tensor] = []
         """Gathered parameters, and 0-dim ones, to which backward has given a gradient in this step."""
+        self._gathered: list[Tensor] = []
+        """All gathered parameters."""
+        self._divided: list[Tensor] = [parameter for parameter in self.trainable if isinstance(parameter, DTensor)]
         self._position_of: dict[int, int] = {}
         """Position among the trainable parameters, by the id of a tensor in `_reached`."""
         for position, parameter in enumerate(self.trainable):
@@ -297,6 +331,9 @@ class FSDP(ShardedStrategy):
         self.objective(None, 1)
         self._reshard()
         super().distribute()
+        if self.division is not None:
+            undivided = [parameter for parameter in self.trainable if "tensor" not in self.shards.axes_of(parameter)]
+            self.division.watch_undivided(undivided, _MESSAGE_BYTES)
         if self.options.prefetch is not None:
             self._prefetch(self.options.prefetch)
 
@@ -336,9 +373,12 @@ class FSDP(ShardedStrategy):
             for name, parameter in module.named_parameters():
                 vars(parameter).update(attributes.get(name, {}))
                 position = self._positions.get(prefix + name)
-                if position is not None and not isinstance(parameter, DTensor) and parameter.dim():
+                if position is not None and not self._is_shard(parameter) and parameter.dim():
+                    if isinstance(parameter, DTensor):
+                        follow_placement(parameter, parameter.placements[0])
                     self._watch(parameter, position)
                     watched.append(parameter)
+                    self._gathered.append(parameter)
             handle.remove()
 
         attributes = {name: torchcompat.own_attributes(p) for name, p in module.named_parameters()}
@@ -369,18 +409,32 @@ class FSDP(ShardedStrategy):
         """
         self.sums.begin(requests)
         self._reached.clear()
+        if self.division is not None:
+            self.division.traffic.sent_bytes = 0
         pending = iter(microbatches)
         microbatch: Microbatch | None = next(pending)
         while microbatch is not None:
             following = next(pending, None)
             self._accumulate(following is not None)
             with _explained():
-                root = self.objective(microbatch, global_samples)
-                run_backward(self.precision.scale(root))
+                with self._dividing():
+                    root = self.objective(microbatch, global_samples)
+                with self._dividing(is_backward=True):
+                    run_backward(self.precision.scale(root))
             assert self.objective.term is not None
             self.sums.add(self.objective.term)
             self.objective.term = None
             microbatch = following
+
+    def _dividing(self, *, is_backward: bool = False) -> AbstractContextManager[None]:
+        """Return the context in which divided layers compute."""
+        if self.division is None:
+            return nullcontext()
+        return self.division.differentiating() if is_backward else self.division.dividing()
+
+    def computed(self, function: Callable[..., Any], *args: Any) -> Any:
+        """Call a function of the task, which may use divided weights and values, and return its result undivided."""
+        return super().computed(function, *args) if self.division is None else self.division.computed(function, *args)
 
     def _accumulate(self, is_accumulating: bool) -> None:
         if is_accumulating == self._is_accumulating:
@@ -394,13 +448,20 @@ class FSDP(ShardedStrategy):
     def sync_gradients(self) -> StepFacts:
         """Sum what fully_shard does not: the gradients of 0-dim parameters, flags of used parameters, and the facts."""
         self.shards.take_gradients()
+        if self.division is not None:
+            self.division.keep_alike()
         is_all_reached, used = self._used()
-        scalars = [torch.zeros((), dtype=used.dtype) if p.grad is None else p.grad for p in self._own_scalars]
-        beside = torch.cat([used, *(scalar.reshape(1).to(used) for scalar in scalars)])
+        # of ranks with the same samples, which have the same gradients, the first one's count
+        own = [p.grad if self.share.leads else None for p in self._own_scalars]
+        scalars = [torch.zeros(1, dtype=used.dtype) if gradient is None else gradient.reshape(1) for gradient in own]
+        drawn = [] if self.division is None else [used.new_full((1,), self.division.draws())]
+        beside = torch.cat([used, *(scalar.to(used) for scalar in scalars), *drawn])
         facts = reduced_facts(self, beside)
+        if self.division is not None:
+            self.division.check_draws(beside[-1:])
         if self.options.cpu_offload and self.expectation is not None:
             self.sums.count = float(self.sums.count)  # offloaded gradients are on the host and are multiplied there
-        for parameter, gradient in zip(self._own_scalars, beside[len(self.trainable) :], strict=True):
+        for parameter, gradient in zip(self._own_scalars, beside[len(self.trainable) :], strict=False):
             parameter.grad = gradient.to(parameter)
         if not is_all_reached:
             # a parameter that no rank used has no gradient: a zero would still apply weight decay and momentum
@@ -416,6 +477,11 @@ class FSDP(ShardedStrategy):
             return True, torch.ones(len(self.trainable), dtype=self.sums.dtype, device=self.device)
         flags = [float(position in reached) for position in range(len(self.trainable))]
         return False, torch.tensor(flags, dtype=self.sums.dtype, device=self.device)
+
+    def optimizer_step(self) -> None:
+        """Step the shards, and let parameters, gathered or not, have another version, as code that caches expects."""
+        super().optimizer_step()
+        torch.autograd.graph.increment_version([*self._gathered, *self._divided])
 
     def evaluation_models(self) -> list[nn.Module]:
         """Return the model, with the parameters outside its units gathered.
@@ -439,6 +505,13 @@ class FSDP(ShardedStrategy):
         for module in self._sharded():
             module.reshard()
 
+    def declared_by_row(self, found: Findings) -> list[str]:
+        """Return the row's declarations: with one share of the data batches and draws are those of one device."""
+        texts = super().declared_by_row(found)
+        has_own_draws = self.division is not None and self.division.values.have_own_draws
+        is_inside = {text: text.startswith("random numbers inside") for text in texts}
+        return [text for text in texts if (has_own_draws if is_inside[text] else self.share.count > 1)]
+
     def not_preserved(self) -> list[str]:
         """Return the differences from the one-device run; those of half precision only if it is used."""
         texts = super().not_preserved()
@@ -459,6 +532,9 @@ class FSDP(ShardedStrategy):
             f"{format_bytes(self._parameter_bytes)} of parameters in {num_shards} shard(s)"
             + (f" and {self.mesh.size('replica')} replicas" if self.mesh.size("replica") > 1 else "")
         ]
+        if self.division is not None:
+            lines[0] += f", of what each of {self.mesh.size('tensor')} ranks of a tensor group has"
+            lines += self.division.describe(self.model)
         if self.units:
             names = shortened(unit.name for unit in self.units)
             lines.append(f"units, each whole {when}: {names} (at most {format_bytes(max(sizes[:-1]))})")
@@ -473,16 +549,19 @@ class FSDP(ShardedStrategy):
         """Return the bytes of all gathers and reductions, and of the facts."""
         keeps = not self.options.reshard_after_forward
         world_size = self.group.world_size
-        num_facts = 4 + len(self.trainable) + len(self._own_scalars)
+        num_facts = 4 + len(self.trainable) + len(self._own_scalars) + (self.division is not None)
         facts_bytes = 2 * (world_size - 1) * num_facts * self.sums.dtype.itemsize // world_size
         gathers = sum(unit.gather_bytes for unit in self.gathered)
         if not keeps:
             gathers = num_microsteps * (gathers + sum(unit.regather_bytes for unit in self.gathered[:-1]))
-        return gathers + sum(gathered.reduce_bytes for gathered in self.gathered) + facts_bytes
+        layers = 0 if self.division is None else self.division.sent_bytes()
+        return gathers + sum(gathered.reduce_bytes for gathered in self.gathered) + facts_bytes + layers
 
     def close(self) -> None:
         """Release the sharded modules before the process group is destroyed."""
         del self.objective
+        if self.division is not None:
+            self.division.close()
 
 
 class Gathered:
@@ -499,17 +578,18 @@ class Gathered:
         """Count the bytes.
 
         Args:
-            parameters: Whole parameters, not yet sharded.
+            parameters: Parameters, not yet sharded, possibly divided over a tensor group.
             mesh: Mesh with the axes `replica` and `shard`.
             lowered: Dtype in which they are gathered; None for their own.
             reduced: Dtype in which their gradients are added up; None for their own.
             reshard_size: Ranks from which they are gathered in backward; None for all.
         """
         num_shards, num_replicas = mesh.size("shard"), mesh.size("replica")
-        self.num_bytes = sum(p.numel() * p.element_size() for p in parameters)
-        """Bytes of the whole parameters."""
+        wholes = [p.to_local() if isinstance(p, DTensor) else p for p in parameters]
+        self.num_bytes = sum(p.numel() * p.element_size() for p in wholes)
+        """Bytes of the parameters that this rank has while it computes."""
         # every shard is padded to the length of the first, which is the longest
-        shards = [(p, -(-p.size(0) // num_shards) * (p.numel() // p.size(0) if p.numel() else 0)) for p in parameters]
+        shards = [(p, -(-p.size(0) // num_shards) * (p.numel() // p.size(0) if p.numel() else 0)) for p in wholes]
         self.gather_bytes = (num_shards - 1) * sum(n * (lowered or p.dtype).itemsize for p, n in shards)
         """Bytes that each rank sends for one all_gather."""
         size = reshard_size or num_shards
@@ -518,6 +598,35 @@ class Gathered:
         num_reduced = sum(n * (reduced or p.dtype).itemsize for p, n in shards if p.requires_grad)
         self.reduce_bytes = (num_shards - 1) * num_reduced + 2 * (num_replicas - 1) * num_reduced // num_replicas
         """Bytes that each rank sends for the reduce_scatter and the all_reduce over replicas."""
+
+
+def _axes(spec: RunSpec, num_devices: int) -> dict[str, int]:
+    return parse_mesh(spec.mesh, AXES, num_devices, main="shard")
+
+
+def _tensor_faults(model: nn.Module, spec: RunSpec, num_ranks: int) -> list[str]:
+    """Refuse a plan of divided layers that does not fit, and settings that do not go with divided layers."""
+    options = FSDPOptions.of(spec)
+    plan = plan_of(model, num_ranks, options.tensor_plan)
+    settings = {
+        "compile": spec.compile,
+        "sync_batchnorm": spec.sync_batchnorm,
+        "cpu_offload": options.cpu_offload,
+    }
+    if compiled := torchcompat.compiled_modules(model):
+        plan.faults.append(
+            f"the task compiles {shortened(name or 'the model' for name in compiled)}, which does not go with layers "
+            "that are divided over the axis tensor: leave torch.compile out, or use a mesh of replica and shard alone"
+        )
+    return [
+        *(plan.faults or nothing_to_divide(model, plan, num_ranks)),
+        *(
+            f"{name} does not go with layers that are divided over the axis tensor: leave it out, or use a mesh of "
+            "replica and shard alone"
+            for name, is_set in settings.items()
+            if is_set
+        ),
+    ]
 
 
 def _recomputed(forward: Callable[..., Any], contexts: Callable[[], Any], *args: Any, **kwargs: Any) -> Any:

@@ -35,6 +35,9 @@ class FSDPOptions(StrategyOptions):
         None, description="dtype in which gradients are added up (default: the parameters'; with bf16 and fp16 fp32)"
     )
     cpu_offload: bool = Field(False, description="keep shards and optimiser state in host memory")
+    tensor_plan: str | None = Field(
+        None, description="what the axis tensor of the mesh divides, as tensor-parallel.plan says it (default: found)"
+    )
 
     def faults(self, spec: RunSpec) -> list[tuple[str, str]]:
         """Refuse fp16 with shards in host memory, and options without effect."""

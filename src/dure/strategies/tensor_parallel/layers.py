@@ -7,7 +7,7 @@ from weakref import ref
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ParallelStyle
 from torch.nn import functional
 
@@ -92,14 +92,14 @@ class DividedLayer(ParallelStyle):
             shape, stride = divided.shape, divided.stride()
             divided = DTensor.from_local(part, mesh, [Shard(self._dim)], run_check=False, shape=shape, stride=stride)
             new = nn.Parameter(divided, requires_grad=parameter.requires_grad)
-            _follow_placement(new, Shard(self._dim))
+            follow_placement(new, Shard(self._dim))
             torchcompat.copy_gradient_hooks(parameter, new)
             vars(new).update(torchcompat.own_attributes(parameter))
             self._parameters[id(parameter)] = new
         return self._parameters[id(parameter)]
 
 
-def _follow_placement(parameter: nn.Parameter, placement: Shard) -> None:
+def follow_placement(parameter: nn.Parameter, placement: Placement) -> None:
     """Constrain a parameter's gradient to its placement, whatever operations it comes from."""
     is_trained = parameter.requires_grad
     parameter.requires_grad_(True)  # a frozen one may be trained later

@@ -21,6 +21,7 @@ from dure.strategies.state.containers import attributes_of, map_leaves, set_attr
 from dure.strategies.state.module_patterns import shortened
 from dure.strategies.state.module_replicas import INTERNAL, Intercepted
 from dure.strategies.tensor_parallel.boundary import Traffic, counted_by
+from dure.strategies.tensor_parallel.gradient_messages import bytes_of, exchange_gradients, messages_of
 from dure.strategies.tensor_parallel.layers import (
     DividedLayer,
     WholeInput,
@@ -58,6 +59,7 @@ class TensorDivision:
         self._group, self._device = group, device
         self._is_dividing = False
         self._resources = ExitStack()
+        self._drifting: list[list[nn.Parameter]] = []
         self._draws_before: DeferredRead | None = None
         """Fingerprint of the draws in the step before, on an accelerator."""
 
@@ -150,7 +152,44 @@ class TensorDivision:
                 "divided layers: use ddp or fsdp"
             ) from error
 
-    # ranks of a tensor group must draw the same
+    # ranks of a tensor group must compute and draw the same
+
+    def may_drift(self) -> bool:
+        """Return whether gradients may differ in bits between ranks of a tensor group that compute the same.
+
+        On an accelerator some kernels add in any order, and each rank chooses cuDNN's by its own timing.
+        """
+        is_reproducible = self._device.type == "cpu" or torch.are_deterministic_algorithms_enabled()
+        return self.mesh.size("tensor") > 1 and not is_reproducible
+
+    def watch_undivided(self, parameters: list[nn.Parameter], most_bytes: int) -> None:
+        """Set the parameters whose gradients `keep_alike` makes the same.
+
+        Args:
+            parameters: Parameters that every rank of the tensor group has whole, or in shards over other ranks.
+            most_bytes: Bytes of a message.
+        """
+        self._drifting = list(messages_of(parameters, most_bytes)) if self.may_drift() else []
+
+    def keep_alike(self) -> None:
+        """Copy the first rank's gradients of undivided parameters to the others of the tensor group.
+
+        Communication: one broadcast for each message over the tensor group, and one for each sparse gradient, on
+        accelerators without deterministic algorithms.
+        """
+        group = self.mesh.group("tensor")
+        messages = [[p for p in message if p.grad is None or not p.grad.is_sparse] for message in self._drifting]
+        exchange_gradients(filter(None, messages), lambda message: group.broadcast([message]))
+        for parameter in (p for message in self._drifting for p in message):
+            if parameter.grad is not None and parameter.grad.is_sparse:
+                # of the same rows on all these ranks; each row once, so that the optimiser adds in one order
+                parameter.grad = parameter.grad.coalesce()
+                group.broadcast([parameter.grad.values()])
+
+    def sent_bytes(self) -> int:
+        """Return the bytes that this rank sent over the tensor group in this step."""
+        num_ranks = self.mesh.size("tensor")
+        return self.traffic.sent_bytes + (num_ranks - 1) * bytes_of(self._drifting) // num_ranks
 
     def draws(self) -> float:
         """Return a fingerprint of the generators, weighted so that equal ones of a tensor group sum to 0."""

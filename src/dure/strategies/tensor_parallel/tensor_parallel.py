@@ -19,7 +19,6 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from dure.comm.buckets import as_gradient_of
 from dure.comm.mesh import Mesh, coordinate_of
 from dure.spec import RunSpec
 from dure.spec.mesh import parse_mesh
@@ -31,6 +30,7 @@ from dure.strategies.contract.reduced_facts import reduced_facts
 from dure.strategies.contract.step_facts import Requests, StepFacts
 from dure.strategies.contract.weight_rules import WeightRules
 from dure.strategies.division.local_shards import ShardedStrategy, share_bytes, whole_bytes
+from dure.strategies.tensor_parallel.gradient_messages import bytes_of, exchange_gradients, messages_of
 from dure.strategies.tensor_parallel.options import TensorParallelOptions
 from dure.strategies.tensor_parallel.plan import nothing_to_divide, plan_of
 from dure.strategies.tensor_parallel.tensor_division import TensorDivision
@@ -80,7 +80,7 @@ class TensorParallel(ShardedStrategy):
         Communication: a broadcast of each parameter and buffer over all ranks; one is whole on the device at a time.
         """
         self.mesh = Mesh(self._axes, self.group, self.device, divides_tensors=True)
-        self.shard_group = self.mesh.group("tensor")
+        self.shard_groups = {"tensor": self.mesh.group("tensor")}
         self.random_stream = self.mesh.coordinate("data")
         plan = plan_of(model, self.mesh.size("tensor"), self.options.plan)
         self.division = TensorDivision(plan, self.mesh, self.group, self.device)
@@ -101,9 +101,9 @@ class TensorParallel(ShardedStrategy):
     def distribute(self) -> None:
         """Pass this rank's parts to the optimiser, and group the gradients into messages for the data axis."""
         super().distribute()
-        self._messages = list(_messages(self.trainable, self.options.bucket_bytes))
-        undivided = [parameter for parameter in self.trainable if not self.shards.is_divided(parameter)]
-        self._drifting = list(_messages(undivided, self.options.bucket_bytes)) if self._may_drift() else []
+        self._messages = list(messages_of(self.trainable, self.options.bucket_bytes))
+        undivided = [parameter for parameter in self.trainable if not self.shards.axes_of(parameter)]
+        self.division.watch_undivided(undivided, self.options.bucket_bytes)
 
     # forward and backward
 
@@ -135,7 +135,7 @@ class TensorParallel(ShardedStrategy):
         facts = reduced_facts(self, beside)
         if self.mesh.size("data") > 1:
             self._add_up_over_data()
-        self._keep_undivided_alike()
+        self.division.keep_alike()
         if not all(flags):
             # a parameter that no rank used has no gradient: a zero would still apply weight decay and momentum
             for parameter, by_any in zip(self.trainable, beside[1:].tolist(), strict=True):
@@ -146,30 +146,7 @@ class TensorParallel(ShardedStrategy):
 
     def _add_up_over_data(self) -> None:
         """Sum gradients. Communication: one blocking all_reduce per `bucket_bytes` of gradients over the data axis."""
-        _exchange_gradients(self._messages, self.mesh.group("data").all_reduce_sum)
-
-    def _may_drift(self) -> bool:
-        """Return whether gradients may differ in bits between ranks of a tensor group that compute the same.
-
-        On an accelerator some kernels add in any order, and each rank chooses cuDNN's by its own timing.
-        """
-        is_reproducible = self.device.type == "cpu" or torch.are_deterministic_algorithms_enabled()
-        return self.mesh.size("tensor") > 1 and not is_reproducible
-
-    def _keep_undivided_alike(self) -> None:
-        """Copy the first rank's gradients of parameters that every rank of the tensor group has whole.
-
-        Communication: one broadcast for each `bucket_bytes` of them over the tensor group, and one for each sparse
-        gradient, on accelerators without deterministic algorithms.
-        """
-        group = self.mesh.group("tensor")
-        messages = [[p for p in message if p.grad is None or not p.grad.is_sparse] for message in self._drifting]
-        _exchange_gradients(filter(None, messages), lambda message: group.broadcast([message]))
-        for parameter in (p for message in self._drifting for p in message):
-            if parameter.grad is not None and parameter.grad.is_sparse:
-                # of the same rows on all these ranks; each row once, so that the optimiser adds in one order
-                parameter.grad = parameter.grad.coalesce()
-                group.broadcast([parameter.grad.values()])
+        exchange_gradients(self._messages, self.mesh.group("data").all_reduce_sum)
 
     # declarations, description, closing
 
@@ -192,46 +169,14 @@ class TensorParallel(ShardedStrategy):
 
     def sent_bytes(self, num_microsteps: int) -> int:
         """Return the bytes sent by the layers in this step, the gradients' sum over the data axis, and the facts."""
-        data, tensor, everyone = self.mesh.size("data"), self.mesh.size("tensor"), self.group.world_size
+        data, everyone = self.mesh.size("data"), self.group.world_size
         facts = (4 + 1 + len(self.trainable)) * self.sums.dtype.itemsize
         return (
-            self.division.traffic.sent_bytes
-            + 2 * (data - 1) * _bytes_of(self._messages) // data
-            + (tensor - 1) * _bytes_of(self._drifting) // tensor
+            self.division.sent_bytes()
+            + 2 * (data - 1) * bytes_of(self._messages) // data
             + 2 * (everyone - 1) * facts // everyone
         )
 
     def close(self) -> None:
         """Restore torch's settings."""
         self.division.close()
-
-
-def _exchange_gradients(messages: Iterable[list[nn.Parameter]], exchange: Callable[[Tensor], None]) -> None:
-    """Apply a collective to gradients, on one vector for each list of parameters."""
-    for parameters in messages:
-        gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in parameters]
-        message = torch.cat([gradient.reshape(-1) for gradient in gradients])
-        exchange(message)
-        parts = message.split([parameter.numel() for parameter in parameters])
-        for parameter, part in zip(parameters, parts, strict=True):
-            parameter.grad = as_gradient_of(parameter, part)
-
-
-def _bytes_of(messages: list[list[nn.Parameter]]) -> int:
-    return sum(parameter.numel() * parameter.element_size() for message in messages for parameter in message)
-
-
-def _messages(parameters: list[nn.Parameter], most_bytes: int) -> Iterable[list[nn.Parameter]]:
-    """Yield the parameters in lists of one dtype and about `most_bytes` bytes."""
-    by_dtype: dict[torch.dtype, list[nn.Parameter]] = {}
-    for parameter in parameters:
-        by_dtype.setdefault(parameter.dtype, []).append(parameter)
-    for same in by_dtype.values():
-        message: list[nn.Parameter] = []
-        for parameter in same:
-            message.append(parameter)
-            if sum(p.numel() * p.element_size() for p in message) >= most_bytes:
-                yield message
-                message = []
-        if message:
-            yield message

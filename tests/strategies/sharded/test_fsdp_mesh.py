@@ -1,0 +1,192 @@
+"""Meshes of fsdp with an axis `tensor`: ranks with the same samples divide layers, and others divide these parts."""
+
+import pytest
+import torch
+from torch import nn
+
+from dure.comm.groups import ProcessGroup
+from dure.errors import DureError
+from tests.comm.gloo_ranks import on_ranks
+from tests.conformance.cases import (
+    TO_ROUNDING,
+    are_same_bits,
+    evaluated_digests,
+    largest_difference,
+    losses_of,
+    train_case,
+    weights_of,
+)
+from tests.conformance.tasks import Regression
+from tests.conformance.test_failures import Branching
+from tests.conformance.test_resume import SETTINGS, back_to, resumed
+from tests.conformance.zoo.feature import STEPS as ZOO_STEPS
+from tests.conformance.zoo.feature import ZooTask
+from tests.strategies.sharded.sharded_cases import SentBytes, backward, held_bytes, prepared
+
+STEPS = {"global_batch_size": 7, "samples": 130, "clip_norm": 0.4, "seed": 5}
+
+
+@pytest.mark.parametrize(
+    ("num_ranks", "settings"),
+    [
+        (4, {"mesh": "shard=2,tensor=2"}),
+        *(
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in [
+                (4, {"mesh": "replica=2,tensor=2", "reshard_after_forward": False, "units": "2,5"}),
+                (4, {"mesh": "tensor=2,shard=2", "units": "*", "activation_checkpointing": True}),
+                (6, {"mesh": "shard=3,tensor=2", "units": "*", "prefetch": 2}),
+                (6, {"mesh": "shard=2,tensor=3", "tensor_plan": "0=row,2=row,5=row,7=row"}),
+                (6, {"mesh": "replica=3,shard=1,tensor=2", "backend": "gloo"}),
+                (2, {"mesh": "tensor=2"}),
+            ]
+        ),
+    ],
+    ids=repr,
+)
+def test_weights_under_any_mesh_equal_one_process(num_ranks, settings, trained, tmp_path):
+    digests = tmp_path / "digests"
+    digests.mkdir()
+    one = weights_of(trained(Regression(kind="tokens", optimizer="adamw", layered=True), **STEPS))
+    task = Regression(kind="tokens", optimizer="adamw", layered=True, digests=str(digests))
+    run = train_case(tmp_path, task, "fsdp", num_ranks, microbatch_size=1, **settings, **STEPS)
+    assert largest_difference(weights_of(run), one) < TO_ROUNDING
+    assert len(evaluated_digests(digests)) == 1
+
+
+@pytest.mark.slow
+def test_parameters_that_some_ranks_or_none_use_give_the_weights_of_one_process(trained, tmp_path):
+    task = Branching(never=True, optimizer="adamw")
+    one = weights_of(trained(task, **STEPS))
+    run = train_case(tmp_path, task, "fsdp", 4, mesh="shard=2,tensor=2", microbatch_size=1, **STEPS)
+    assert largest_difference(weights_of(run), one) < TO_ROUNDING
+
+
+class Scaled(ZooTask):
+    """Has 0-dim parameters, before and between divided layers."""
+
+    class Scale(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.factor = nn.Parameter(torch.tensor(1.5, dtype=torch.float64))
+
+        def forward(self, x):
+            return x * self.factor
+
+    def build_model(self):
+        layers = [self.Scale(), nn.Linear(6, 8), self.Scale(), nn.Tanh(), nn.Linear(8, 3)]
+        return nn.Sequential(*layers).double()
+
+
+def test_scalars_have_the_gradient_of_each_sample_once(trained, tmp_path):
+    run = train_case(tmp_path, Scaled(), "fsdp", 4, mesh="shard=2,tensor=2", **ZOO_STEPS)
+    assert largest_difference(weights_of(run), weights_of(trained(Scaled(), **ZOO_STEPS))) < TO_ROUNDING
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("saved", "num_saved", "mesh", "elsewhere", "num_elsewhere", "other_mesh"),
+    [
+        ("fsdp", 4, "shard=2,tensor=2", "single", 1, None),
+        ("fsdp", 6, "shard=3,tensor=2", "tensor_parallel", 3, None),
+        ("fsdp", 3, None, "fsdp", 4, "shard=2,tensor=2"),
+        ("tensor_parallel", 2, None, "fsdp", 4, "shard=2,tensor=2"),
+    ],
+)
+def test_resume_elsewhere_ends_with_the_same_weights(
+    saved, num_saved, mesh, elsewhere, num_elsewhere, other_mesh, trained, tmp_path
+):
+    whole = trained(Regression(kind="tokens", optimizer="adamw"), saved, num_saved, mesh=mesh, **SETTINGS)
+    run = back_to(whole, 58, tmp_path)
+    resumed(run, strategy=elsewhere, nproc=num_elsewhere, mesh=other_mesh)
+    assert largest_difference(weights_of(run), weights_of(whole)) < TO_ROUNDING
+
+
+@pytest.mark.slow
+def test_resume_in_the_same_place_is_bit_equal_with_dropout(tmp_path):
+    task = Regression(dtype="float32", dropout=0.3, kind="tokens", optimizer="adamw", layered=True)
+    mesh = {"mesh": "shard=2,tensor=2"}
+    whole = train_case(tmp_path, task, "fsdp", 4, deterministic=True, **mesh, **SETTINGS)
+    run = resumed(back_to(whole, 58, tmp_path))
+    assert are_same_bits(weights_of(run), weights_of(whole))
+    assert losses_of(run) == losses_of(whole)
+
+
+@pytest.mark.slow
+def test_run_when_a_rank_is_killed_then_its_weights_are_those_of_one_process(trained, tmp_path):
+    task = Regression(kind="tokens", optimizer="adamw", layered=True)
+    faults = tmp_path / "faults.toml"
+    faults.write_text('[[fault]]\nrank = 3\nstep = 6\nkind = "kill"\n')
+    settings = {"mesh": "shard=2,tensor=2", "faults": faults, "max_restarts": 1, "snapshot_every": 1}
+    run = train_case(tmp_path, task, "fsdp", 4, **settings, **STEPS)
+    assert largest_difference(weights_of(run), weights_of(trained(task, **STEPS))) < TO_ROUNDING
+
+
+def pair() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(8, 16, bias=False), nn.Tanh(), nn.Linear(16, 8, bias=False))
+
+
+def test_ranks_hold_a_part_of_a_part_and_say_what_they_send():
+    def work(group: ProcessGroup) -> tuple[dict[str, int], int, int]:
+        strategy = prepared("fsdp", group, pair(), mesh="shard=2,tensor=2")
+        # the batch asks for a gradient, as an activation does
+        batches = [torch.ones(2, 8, requires_grad=True) for _ in range(2)]
+        backward(strategy, *batches)
+        strategy.optimizer_step()
+        with SentBytes() as sent:
+            backward(strategy, *batches)
+        answer = held_bytes(strategy), sent.num_bytes, strategy.sent_bytes(2)
+        strategy.close()
+        return answer
+
+    for held, counted, told in on_ranks(4, work):
+        assert held["parameters"] == held["gradients"] == 2 * 8 * 16 * 4 // 4
+        assert held["state"] == 2 * held["parameters"]
+        assert counted == told
+
+
+@pytest.mark.parametrize(
+    ("settings", "sentence"),
+    [
+        ({"compile": True}, "compile does not go with layers that are divided over the axis tensor"),
+        ({"sync_batchnorm": True}, "sync_batchnorm does not go with layers that are divided over the axis tensor"),
+        ({"tensor_plan": "7=column"}, "plan names 7, which fits no module of the model"),
+        ({"mesh": "shard=2,data=2"}, "mesh names the axis data, which this strategy does not have"),
+        ({"mesh": "shard=2"}, "mesh shard 2 needs 2: start as many, or set mesh to shard=4"),
+    ],
+    ids=repr,
+)
+def test_settings_that_do_not_go_with_the_mesh_are_refused(settings, sentence, tmp_path):
+    with pytest.raises(DureError, match=sentence):
+        train_case(tmp_path, ZooTask(), "fsdp", 4, **{"mesh": "shard=2,tensor=2", **ZOO_STEPS, **settings})
+
+
+def test_model_that_the_task_compiles_is_refused(tmp_path):
+    class Compiled(ZooTask):
+        def build_model(self):
+            return torch.compile(super().build_model(), backend="eager")
+
+    with pytest.raises(DureError, match="the task compiles the model, which does not go with layers that are divided"):
+        train_case(tmp_path, Compiled(), "fsdp", 4, mesh="shard=2,tensor=2", **ZOO_STEPS)
+
+
+def test_weights_of_a_unit_that_the_loss_uses_are_refused(tmp_path):
+    class Used(ZooTask):
+        def loss(self, model, batch):
+            return super().loss(model, batch) + model[0].weight.square().sum()
+
+    with pytest.raises(DureError, match=r"if they use its weights, .* return that from the model, or use ddp"):
+        train_case(tmp_path, Used(), "fsdp", 4, mesh="shard=2,tensor=2", units="0", **ZOO_STEPS)
+
+
+def test_start_says_what_is_divided_and_how():
+    def work(group: ProcessGroup) -> list[str]:
+        strategy = prepared("fsdp", group, pair(), mesh="shard=2,tensor=2")
+        lines = strategy.describe()
+        strategy.close()
+        return lines
+
+    lines = on_ranks(4, work)[0]
+    assert lines[0].endswith("of parameters in 2 shard(s), of what each of 2 ranks of a tensor group has")
+    assert "row (input features divided, the output added up): 2" in lines

@@ -96,12 +96,17 @@ def test_ranks_when_filtered_and_given_a_role_then_the_others_are_in_their_logs_
     assert "trainer" in (tmp_path / "runs/one/logs/rank0.log").read_text()
 
 
-def test_ranks_when_there_are_more_than_cores_then_a_line_says_so(monkeypatch):
+def test_ranks_when_there_are_more_than_cores_then_a_line_says_so(monkeypatch, tmp_path, capfd):
     from dure.host import devices as machine
 
     monkeypatch.setattr(machine, "count_cores", lambda: 2)
     assert machine.crowding(2) is None
     assert machine.crowding(99) == "99 ranks share 2 cores, and so take turns: fewer may be as fast"
+    monkeypatch.setattr(machine, "count_cores", lambda: 1)
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "script.py").touch()
+    assert main(["run", "--nproc", "2", "script.py"]) == 0
+    assert capfd.readouterr().err == "dure: 2 ranks share 1 core, and so take turns: fewer may be as fast\n"
 
 
 @pytest.mark.parametrize(

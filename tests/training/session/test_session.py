@@ -2,6 +2,7 @@
 
 import random
 import re
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -13,6 +14,7 @@ import dure
 from dure.data import TensorData
 from dure.errors import SpecInvalid, WorkerFailed
 from dure.host import devices as machine
+from tests.commands import RunFiles
 
 ROWS = TensorData(torch.arange(12.0).view(6, 2), torch.zeros(6))
 
@@ -226,6 +228,13 @@ def test_a_run_may_be_shorter_than_an_epoch_or_of_a_fraction(tmp_path):
     assert train(Small, tmp_path, samples=1).samples == 1
     half = train(Small, tmp_path, epochs=0.5)
     assert (half.samples, half.epochs, half.steps) == (3, 0.5, 2)
+
+
+def test_threads_when_they_wait_for_cores_then_the_run_says_so_and_records_it(tmp_path, capfd, monkeypatch):
+    monkeypatch.setattr("dure.training.trainer.slowdown_of_threads", lambda: 11.0)
+    summary = train(Small, tmp_path, quiet=False)
+    assert "small operations take 11 times as long as with one, so --threads 1 may be" in capfd.readouterr().err
+    assert [event["slowdown"] for event in RunFiles(Path(summary.run)).events("slow_threads")] == [11.0]
 
 
 def test_the_model_summary_of_a_task_is_shown_once(tmp_path, capfd):

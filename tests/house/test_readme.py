@@ -49,6 +49,12 @@ def readme() -> str:
     return (ROOT / "README.md").read_text(encoding="utf-8")
 
 
+def test_readme_when_it_tells_of_resuming_then_it_says_whose_code_runs() -> None:
+    text = " ".join(readme().split())
+    assert "`--resume` and `dure eval` run the task's file that the run's record names." in text
+    assert "`--trust-task` ([why](docs/run-folder.md#resuming-runs-code))" in text
+
+
 def cells(label: str) -> list[str]:
     """Return the cells of a row of the README's comparison."""
     (row,) = re.findall(rf"^\| \[?{re.escape(label)}\b.*$", readme(), re.MULTILINE)

@@ -1366,7 +1366,7 @@ def library_for_another_torch(error: BaseException) -> str | None:
     if not _SIGNS_OF_ANOTHER_TORCH.search(message_of(error)):
         return None
     files = [frame.filename for frame in traceback.extract_tb(error.__traceback__)]
-    inside = [re.split(r"[/.]", file.rpartition("site-packages/")[2])[0] for file in files if "site-packages/" in file]
+    inside = [found[-1] for file in files if (found := re.findall(r"/(?:site|dist)-packages/([^/.]+)", file))]
     name = next((name for name in reversed(inside) if name not in ("torch", "dure")), None)
     if name is None:
         return None

@@ -4,7 +4,12 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+import torch
+
 import dure
+from dure.failures import frames
+from dure.failures.frames import _engine_folders
 
 
 def test_own_modules_when_python_finds_them_through_a_link_then_they_are_no_foreign_code(tmp_path: Path) -> None:
@@ -17,3 +22,27 @@ def test_own_modules_when_python_finds_them_through_a_link_then_they_are_no_fore
     run = [sys.executable, "-c", code]
     said = subprocess.run(run, env={"PYTHONPATH": str(tmp_path / "link")}, capture_output=True, text=True, check=True)
     assert said.stdout.split() == ["False", "True"]
+
+
+def test_torch_when_debian_has_it_then_its_frames_are_no_foreign_code() -> None:
+    own, packages = "/home/u/train.py", "/usr/local/lib/python3.12/dist-packages"
+    files = [f"{packages}/torch/nn/functional.py", f"{packages}/timm/layers.py", own]
+    assert [frames.is_foreign(file) for file in files] == [False, True, True]
+    assert frames.users_first(files) == [2]
+
+
+def test_torch_when_it_was_built_anywhere_then_its_frames_are_no_foreign_code(monkeypatch: pytest.MonkeyPatch) -> None:
+    built = "/home/u/pytorch/torch"
+    monkeypatch.setattr(frames, "_engine_folders", lambda: (f"{built}/",))
+    assert frames.users_first([f"{built}/nn/functional.py", "/home/u/pytorch/torch_task.py"]) == [1]
+    assert f"{Path(torch.__file__).parent}/" in _engine_folders()
+
+
+def test_package_when_pip_put_it_into_a_folder_then_it_is_installed_and_its_neighbours_are_not(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "timm-1.0.dist-info").mkdir()
+    (tmp_path / "timm-1.0.dist-info/RECORD").write_text("timm/__init__.py,sha256=x,1\nsix.py,,\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    files = [f"{tmp_path}/{name}" for name in ("timm/layers/norm.py", "six.py", "task.py", "mine/timm.py")]
+    assert [frames.is_installed(file) for file in files] == [True, True, False, False]

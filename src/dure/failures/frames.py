@@ -1,5 +1,7 @@
 """Frames of a traceback, and whether their files belong to the user's code or a library."""
 
+import functools
+import importlib.util
 import linecache
 import os
 import sys
@@ -8,6 +10,7 @@ import traceback
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 
 OWN_ROOT = f"{Path(__file__).absolute().parents[1]}{os.sep}"
@@ -18,7 +21,9 @@ _STANDARD_LIBRARY = tuple(
 )
 _TYPED = ("<stdin>", "<python-input-", "<ipython-input-")
 """Names of code typed into interpreters."""
-_ENGINES = tuple(f"site-packages/{name}/" for name in ("torch", "numpy"))
+_ENGINES = ("torch", "numpy")
+_OF_PACKAGES = ("/site-packages/", "/dist-packages/")
+"""Folders of installed packages; the second is Debian's, which containers for GPUs often have."""
 
 
 def own_file(module: str) -> str:
@@ -39,9 +44,48 @@ def is_foreign(file: str) -> bool:
     """Return whether a file belongs to the user or an installed package, and not to dure, Python or torch."""
     if file.startswith(_TYPED):
         return True
-    if file.startswith((OWN_ROOT, "<")) or any(engine in file for engine in _ENGINES):
+    if file.startswith((OWN_ROOT, "<")) or is_of_engine(file):
         return False
-    return not file.startswith(_STANDARD_LIBRARY) or "site-packages" in file
+    return not file.startswith(_STANDARD_LIBRARY) or is_installed(file)
+
+
+@functools.cache
+def is_of_engine(file: str) -> bool:
+    """Return whether a file belongs to torch or numpy, wherever they are installed or built."""
+    return file.startswith(_engine_folders()) or any(
+        f"{folder}{name}/" in file for folder in _OF_PACKAGES for name in _ENGINES
+    )
+
+
+@functools.cache
+def _engine_folders() -> tuple[str, ...]:
+    folders = []
+    for name in _ENGINES:
+        with suppress(ValueError):  # a stand-in of a test has no spec
+            if (spec := importlib.util.find_spec(name)) is not None and spec.origin is not None:
+                folders.append(f"{os.path.dirname(spec.origin)}{os.sep}")
+    return tuple(folders)
+
+
+@functools.cache
+def is_installed(file: str) -> bool:
+    """Return whether a file belongs to an installed package, in an environment or one of `pip install --target`."""
+    return any(folder in file for folder in _OF_PACKAGES) or any(
+        inner.stem in _installed_names(str(outer))
+        for inner, outer in pairwise([Path(file), *Path(file).parents])
+        if str(outer) in sys.path
+    )
+
+
+@functools.cache
+def _installed_names(folder: str) -> frozenset[str]:
+    """Return the modules and packages that pip has installed into a folder, by its records."""
+    names: set[str] = set()
+    for record in Path(folder).glob("*.dist-info/RECORD"):
+        with suppress(OSError):
+            lines = record.read_text(encoding="utf-8", errors="replace").splitlines()
+            names.update(Path(line.partition(",")[0].partition("/")[0]).stem for line in lines)
+    return frozenset(names)
 
 
 def shown_name(file: str) -> str:
@@ -55,11 +99,11 @@ def shown_name(file: str) -> str:
 def users_first(files: list[str]) -> list[int]:
     """Return the indices of the user's files.
 
-    The user's own code may itself be installed as a package. Files inside `site-packages` therefore count if there are
+    The user's own code may itself be installed as a package. Files of installed packages therefore count if there are
     no others.
     """
     foreign = [index for index, file in enumerate(files) if is_foreign(file)]
-    return [index for index in foreign if "site-packages" not in files[index]] or foreign
+    return [index for index in foreign if not is_installed(files[index])] or foreign
 
 
 def is_raise(frame: traceback.FrameSummary) -> bool:
@@ -101,7 +145,7 @@ def traceback_in_user_code(error: BaseException) -> str:
     """
     frames = [] if isinstance(error, SyntaxError) else list(traceback.extract_tb(error.__traceback__))
     frames = [frame for frame in frames if not frame.filename.startswith((OWN_ROOT, "<frozen", "<string>"))]
-    kept = [frame for frame in frames if "site-packages" not in frame.filename] or frames
+    kept = [frame for frame in frames if not is_installed(frame.filename)] or frames
     shown = [
         frame if (name := shown_name(frame.filename)) == frame.filename else _renamed(frame, name) for frame in kept
     ]

@@ -98,6 +98,14 @@ def test_digest_when_code_of_another_file_of_the_users_changed_then_differs(old,
     assert [key for key in before if before[key] != after[key]] == [name]
 
 
+def test_digest_when_a_module_of_a_folder_of_pip_changed_then_is_the_same(digests_of, tmp_path):
+    (tmp_path / "other-1.0.dist-info").mkdir()
+    (tmp_path / "other-1.0.dist-info/RECORD").write_text("digest_other.py,sha256=x,1\n")
+    found = digests_of()
+    assert found == digests_of(other=OTHER.replace("2 * x", "3 * x"))
+    assert {name.partition(":")[0] for name in found} == {"digest_task.py"}
+
+
 @pytest.mark.parametrize(
     ("old", "new"),
     [

@@ -14,7 +14,7 @@ from importlib.machinery import PathFinder
 from pathlib import Path
 from types import ModuleType
 
-from dure.failures.frames import OWN_ROOT
+from dure.failures.frames import OWN_ROOT, is_installed, is_of_engine
 from dure.training.task.digests import class_digest
 
 _MOST_DEFINITIONS = 2000
@@ -269,4 +269,6 @@ def _is_library(module_name: str) -> bool:
 @functools.cache
 def _is_library_file(file: str) -> bool:
     resolved = str(Path(file).resolve())
-    return any(resolved.startswith(f"{folder}/") for folder in _library_folders()) or "/site-packages/" in resolved
+    return any(resolved.startswith(f"{folder}/") for folder in _library_folders()) or any(
+        is_installed(name) or is_of_engine(name) for name in (file, resolved)
+    )

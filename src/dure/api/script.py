@@ -234,20 +234,30 @@ def _job(settings: ScriptSettings, run: str, num_nodes: int, max_restarts: int) 
     )
 
 
+def _module_fault(name: str) -> str | None:
+    """Return a sentence about a module that cannot be there, or None.
+
+    Only the outermost package is looked for. To look inside, Python would import it, and its code belongs to the ranks.
+    """
+    if name.endswith(".py") and Path(name).is_file():
+        return f"{name} is a file and no module: leave -m out"
+    sys.path.insert(0, os.getcwd())
+    try:
+        is_there = importlib.util.find_spec(name.partition(".")[0]) is not None
+    except (ImportError, ValueError):
+        is_there = False
+    finally:
+        sys.path.pop(0)
+    return None if is_there else f"there is no module {name}: give the name that `python -m` takes"
+
+
 def _check(settings: ScriptSettings) -> tuple[int, NodeSettings | None]:
     """Check the settings; return the number of ranks here, and the settings for several nodes."""
     faults, several = [], None
     script = Path(settings.script)
     if settings.is_module:
-        sys.path.insert(0, os.getcwd())
-        try:
-            is_there = importlib.util.find_spec(settings.script) is not None
-        except (ImportError, ValueError):
-            is_there = False
-        finally:
-            sys.path.pop(0)
-        if not is_there:
-            faults.append(f"there is no module {settings.script}: give the name that `python -m` takes")
+        if (fault := _module_fault(settings.script)) is not None:
+            faults.append(fault)
     elif not script.is_file() and not (script / "__main__.py").is_file():
         what = "does not exist"
         if script.exists():

@@ -185,6 +185,26 @@ def test_script_when_it_is_no_python_then_its_line_is_named(nproc, prewarmed, tm
     assert "library" not in run.err
 
 
+def test_script_when_it_is_a_program_then_the_file_is_named_and_no_fault_of_dure(prewarmed, tmp_path):
+    (tmp_path / "program").write_bytes(b"\x7fELF\0\0")
+    run = forked(prewarmed, tmp_path, "program")
+    assert run.code == 1
+    assert (
+        "dure: the script failed: SyntaxError: source code string cannot contain null bytes (program, line 1)"
+        in run.err
+    )
+    assert "error in dure" not in run.err
+
+
+def test_module_when_its_package_asks_for_the_rank_then_only_ranks_import_it(prewarmed, tmp_path):
+    (tmp_path / "asks").mkdir()
+    (tmp_path / "asks/__init__.py").write_text("import os\nRANK = os.environ['LOCAL_RANK']\n")
+    (tmp_path / "asks/train.py").write_text("from asks import RANK\nprint('rank', RANK)\n")
+    run = forked(prewarmed, tmp_path, "--nproc=2", "--no-prefix", "-m", "asks.train")
+    assert (run.code, sorted(run.out.splitlines())) == (0, ["rank 0", "rank 1"]), run.err
+    assert "No module named asks.other" in forked(prewarmed, tmp_path, "-m", "asks.other").err
+
+
 def test_script_when_alone_then_keeps_the_terminal_and_its_exit_code(prewarmed, tmp_path):
     run = forked(prewarmed, tmp_path, "--nproc", "1", "script.py", LEAVE="3")
     assert run.code == 3
@@ -252,6 +272,7 @@ def test_script_when_its_run_folder_is_removed_then_it_goes_on_and_its_exit_code
         (["/dev/null"], "/dev/null is neither a file nor a folder: give the path of a Python script"),
         (["x" * 5000], "x cannot be used: File name too long"),
         (["-m", "no.such.module"], "there is no module no.such.module: give the name that `python -m` takes"),
+        (["-m", "script.py"], "script.py is a file and no module: leave -m out"),
         (["--nnodes", "1:4", "script.py"], "nnodes is 1:4, but a script needs all its hosts"),
         (["--nproc", "0", "script.py"], "nproc is '0' but must be from 1 to 4096, auto, gpu or cpu"),
         (["--nproc", "4097", "script.py"], "nproc is '4097' but must be from 1 to 4096, auto, gpu or cpu"),

@@ -62,7 +62,13 @@ def _code_of(path: str) -> CodeType:
         if code is not None:
             return code
     with io.open_code(path) as file:
-        source: CodeType = compile(file.read(), path, "exec", dont_inherit=True)
+        text = file.read()
+    try:
+        source: CodeType = compile(text, path, "exec", dont_inherit=True)
+    except (SyntaxError, ValueError) as error:  # the latter of null bytes, before Python 3.11.4
+        if isinstance(error, SyntaxError) and error.filename is not None:
+            raise
+        raise SyntaxError(str(error), (path, 1, None, None)) from None
     return source
 
 

@@ -146,7 +146,10 @@ class Chained(optim.SGD):
 
 
 def test_optimiser_when_it_takes_sparse_gradients_alone_then_it_is_tried_with_those():
-    assert reason_not_to_divide(optim.SparseAdam([*model().parameters()])) is None
+    own = type("Own", (optim.SparseAdam,), {"__module__": __name__})
+    for kind in (optim.SparseAdam, own):
+        assert reason_not_to_divide(kind([*model().parameters()])) is None
+        assert reason_not_to_cut(kind([*model().parameters()])) is None
 
 
 TOGETHER = {
@@ -248,6 +251,19 @@ def test_optimiser_when_a_trial_changes_nothing_then_it_is_not_divided():
     assert "changed nothing" in reason_not_to_divide(Resting(model().parameters(), lr=0.1))
 
 
+class SkipsSpikes(optim.SGD):
+    """Leaves out the whole step if any gradient has a spike."""
+
+    def step(self, closure=None):
+        if all(p.grad.abs().max() < 1e4 for group in self.param_groups for p in group["params"]):
+            super().step()
+
+
+def test_optimiser_that_skips_a_step_for_a_spike_in_one_parameter_is_not_divided():
+    optimizer = SkipsSpikes(model().parameters(), lr=0.1)
+    assert reason_not_to_divide(optimizer) == "what it does to one parameter depends on the others"
+
+
 class Crowded(optim.SGD):
     """Cannot do without any of its parameters."""
 
@@ -274,6 +290,35 @@ class Rowwise(optim.SGD):
 @pytest.mark.parametrize("kind", [optim.Adafactor, optim.Muon, Rowwise])
 def test_optimiser_that_looks_at_more_of_a_tensor_than_an_element_may_be_divided_but_not_cut(kind):
     optimizer = kind(model().parameters(), lr=0.1)
+    assert reason_not_to_divide(optimizer) is None
+    assert reason_not_to_cut(optimizer) == "what it does to one element depends on the others of its tensor"
+
+
+class LeavesOut(optim.SGD):
+    """Leaves out tensors by their gradients."""
+
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None and self.is_left_out(parameter.grad):
+                    parameter.grad = None
+        super().step()
+
+
+class LeavesOutZeros(LeavesOut):
+    def is_left_out(self, gradient):
+        return not gradient.any()
+
+
+class LeavesOutSpikes(LeavesOut):
+    def is_left_out(self, gradient):
+        return gradient.abs().max() > 1e4
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize("kind", [LeavesOutZeros, LeavesOutSpikes])
+def test_optimiser_that_leaves_out_tensors_without_gradient_or_with_spikes_may_be_divided_but_not_cut(kind, dtype):
+    optimizer = kind(model().to(dtype).parameters(), lr=0.1, momentum=0.9, weight_decay=0.1)
     assert reason_not_to_divide(optimizer) is None
     assert reason_not_to_cut(optimizer) == "what it does to one element depends on the others of its tensor"
 

@@ -9,7 +9,7 @@ import copy
 import inspect
 import io
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext, redirect_stdout, suppress
 from dataclasses import dataclass
 from typing import Any
@@ -41,6 +41,11 @@ _NUM_STEPS = 12
 _NUM_LONG_STEPS = 128
 _NUM_WIDE_STEPS = 4
 _NUM_LARGE_STEPS = 3
+_ODD_FACTORS = (1e6, 0.0)
+"""Factors on the second half of a gradient: some optimisers leave out a tensor whose gradient is zero, or has an
+element above a bound.
+"""
+_STEPS_PER_FACTOR = 4
 
 
 def reason_not_to_divide(optimizer: Optimizer) -> str | None:
@@ -108,7 +113,7 @@ def reason_of_classes(optimizer: Optimizer) -> str | None:
 def _reason_of_parts(subject: "_Subject") -> str | None:
     reason = subject.small().reason()
     if reason is None and not _is_of_torch(subject.optimizer):
-        reason = subject.long().reason_of_parts() or subject.wide().reason_of_parts()
+        reason = subject.long().reason_of_parts() or subject.wide().reason_of_parts() or subject.odd().reason_of_parts()
         if reason is None and (late := subject.late()) is not None:
             reason = late.reason_of_parts()
     return reason
@@ -122,13 +127,15 @@ def _reason_of_halves(subject: "_Subject") -> str | None:
         reason = _Trial(subject, stand_ins.small(subject.trained), _NUM_STEPS, dtype=torch.float32).reason_of_halves()
     if reason is not None or _is_of_torch(subject.optimizer):
         return reason
-    long, wide, late = subject.long(), subject.wide(), subject.late()
+    long, wide, odd, late = subject.long(), subject.wide(), subject.odd(), subject.late()
     return (
         long.reason_of_parts()
         or wide.reason_of_parts()
         or wide.reason_of_classes()
         or long.reason_of_halves()
         or wide.reason_of_halves()
+        or odd.reason_of_parts()
+        or odd.reason_of_halves()
         or subject.large().reason_of_halves()
         or _reason_of_shapes(subject)
         or (late.reason_of_parts() or late.reason_of_halves() if late is not None else None)
@@ -222,6 +229,13 @@ class _Subject:
         """Return a trial of all parameters, for effects that depend on a parameter's position, size or content."""
         return _Trial(self, stand_ins.wide(self.trained, self._share), _NUM_WIDE_STEPS)
 
+    def odd(self) -> "_Trial":
+        """Return a trial of gradients of which a half is huge, or zero, for effects that such an element has."""
+        is_half = any(parameter.dtype.itemsize < 4 for group in self.trained for parameter in group)
+        num_steps = _STEPS_PER_FACTOR * (1 + len(_ODD_FACTORS))
+        dtype = torch.float32 if is_half else None
+        return _Trial(self, stand_ins.few(self.trained), num_steps, dtype=dtype, factors=_ODD_FACTORS)
+
     def large(self) -> "_Trial":
         """Return a trial of large parameters, for effects that begin at a size."""
         return _Trial(self, stand_ins.large(self.trained, self._share), _NUM_LARGE_STEPS)
@@ -261,6 +275,7 @@ class _Trial:
         has_values: bool = True,
         dtype: torch.dtype | None = None,
         landmarks: list[int] | None = None,
+        factors: Sequence[float] = (),
     ) -> None:
         """Create stand-ins and their gradients.
 
@@ -273,7 +288,9 @@ class _Trial:
             has_values: False for stand-ins on the meta device.
             dtype: Dtype of all stand-ins; None for those of the parameters.
             landmarks: Step counts to which the optimiser's counters are set on the way.
+            factors: Factors on halves of gradients in the last steps.
         """
+        self._factors = factors
         self._landmarks = landmarks
         self._dtype = dtype
         self._subject = subject
@@ -288,12 +305,25 @@ class _Trial:
         self._values = [self._drawn(each, generator) for each in chosen]
         self._gradients = [
             [
-                _unevenly(self._drawn(each, generator) * _SCALES[(number + position) % len(_SCALES)], number % 4)
+                _unevenly(
+                    self._drawn(each, generator) * _SCALES[(number + position) % len(_SCALES)],
+                    *self._unevenness(number, position),
+                )
                 for position, each in enumerate(chosen)
             ]
             for number in range(num_steps)
         ]
         self._has_rebound = False
+
+    def _unevenness(self, number: int, position: int) -> tuple[int, float]:
+        """Return the dimension along which the second half of a gradient differs in a step, and the factor on it.
+
+        Odd factors are on every other parameter only, and come last: they may hide differences before.
+        """
+        odd = number - self._num_steps + _STEPS_PER_FACTOR * len(self._factors)
+        if odd < 0 or (odd + position) % 2:
+            return number % 4, 0.01
+        return odd // 2 % 2, self._factors[odd // _STEPS_PER_FACTOR]
 
     def _drawn(self, stand_in: StandIn, generator: torch.Generator) -> Tensor:
         parameter = stand_in.parameter
@@ -471,7 +501,7 @@ class _Trial:
                     counters.before_step(self._optimizer, number)
                 for position, parameter in chosen.items():
                     gradient = cut(gradients[position]).clone()
-                    parameter.grad = gradient.to_sparse(1) if self._subject.is_sparse and gradient.dim() else gradient
+                    parameter.grad = _of_all_rows(gradient) if self._subject.is_sparse and gradient.dim() else gradient
                 places = [parameter.data_ptr() for parameter in chosen.values()]
                 self._subject.step_alone()
                 self._has_rebound |= places != [parameter.data_ptr() for parameter in chosen.values()]
@@ -535,12 +565,18 @@ def _nearly_equal(one: Tensor, other: Tensor) -> bool:
     return torch.allclose(one, other, rtol=few, atol=few, equal_nan=True)
 
 
-def _unevenly(gradient: Tensor, dim: int) -> Tensor:
-    """Return a gradient whose second half along a dimension is smaller; unchanged if it has no such dimension."""
+def _unevenly(gradient: Tensor, dim: int, factor: float) -> Tensor:
+    """Return a gradient with a factor on its second half along a dimension; unchanged if it has no such dimension."""
     if dim >= gradient.dim() or gradient.size(dim) < 2:
         return gradient
     first, *others = gradient.chunk(2, dim)
-    return torch.cat([first, *(0.01 * other for other in others)], dim)
+    return torch.cat([first, *(factor * other for other in others)], dim)
+
+
+def _of_all_rows(gradient: Tensor) -> Tensor:
+    """Return a sparse gradient that has all rows, even those of zeros: another part of the row may have others."""
+    rows = torch.arange(len(gradient), device=gradient.device)[None]
+    return torch.sparse_coo_tensor(rows, gradient, gradient.shape, check_invariants=False)
 
 
 def _small_state(state: Mapping[str, Any], parameter: Tensor, shape: torch.Size) -> dict[str, Any]:

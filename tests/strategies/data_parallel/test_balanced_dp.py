@@ -367,6 +367,28 @@ def test_a_tensor_as_long_as_the_batch_by_accident_is_not_divided():
     assert difference("balanced_dp", Net, lambda: loss, [batch(4), batch(5)], example=batch) < TO_ROUNDING
 
 
+def test_a_loss_that_only_the_whole_batch_has_the_length_for_is_refused():
+    lengths = torch.tensor([3, 2, 2, 2])
+    padded = torch.zeros(4, 3, WIDTH, dtype=torch.float64)
+
+    def loss(model, given):
+        x, lengths = given
+        packed = nn.utils.rnn.pack_padded_sequence(x, lengths, batch_first=True)
+        unpacked = nn.utils.rnn.pad_packed_sequence(packed, batch_first=True)[0]
+        return (model(unpacked).sum(2) - x.sum(2)).square().mean()
+
+    with pytest.raises(TaskInvalid, match=r"a batch and not for the part of one device \(RuntimeError: The size of"):
+        trained_weights("balanced_dp", Net, loss, [(padded, lengths)])
+
+
+def test_a_loss_that_fails_on_the_whole_batch_too_ends_in_its_own_error():
+    def loss(model, given):
+        raise ZeroDivisionError("no such weight")
+
+    with pytest.raises(ZeroDivisionError, match="no such weight"):
+        trained_weights("balanced_dp", Net, loss, rows(4))
+
+
 def test_a_number_that_is_made_of_the_samples_is_refused():
     def batch(n):
         return {"x": rows(9)[0][:n], "count": n}

@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 
 from dure.data.partition import shares
 from dure.data.randomness import kept_global_randomness
-from dure.errors import TaskInvalid
+from dure.errors import TaskInvalid, message_of
 from dure.host.device_kinds import memory_of
 from dure.host.devices import available_memory_bytes, total_memory_bytes
 from dure.strategies.contract.batch_layout import Layout, Role, layout_of
@@ -97,8 +97,15 @@ class BalancedDataParallel(DeviceReplicas):
                 )
                 for i in range(len(parts))
             ]
-            with losses.running():
-                terms = self._threads.run(calls)
+            try:
+                with losses.running():
+                    terms = self._threads.run(calls)
+            except TaskInvalid:
+                raise
+            except Exception as error:
+                if max(counts) < microbatch.num_samples:
+                    self._check_whole(microbatch, error)
+                raise
             for term in terms:
                 if term is not None:
                     self.sums.add(term)
@@ -110,6 +117,23 @@ class BalancedDataParallel(DeviceReplicas):
             replicas[min(used) - 1].give_back()
         check_parameters([replica for i, replica in enumerate(replicas, 1) if i in used])
         self._take_over(attributes, replicas, sorted(used))
+
+    def _check_whole(self, microbatch: Microbatch, error: Exception) -> None:
+        """Refuse a loss that failed on a part of a batch, if it can be computed for the whole of it.
+
+        Raises:
+            TaskInvalid: It can, so that the division is the reason.
+        """
+        try:
+            with kept_global_randomness(*self.devices):
+                self.watched(self.loss, self.model, to_device(microbatch.batch, self.device))
+        except Exception:  # the first error says more
+            return
+        raise TaskInvalid(
+            f"the loss can be computed for a batch and not for the part of one device ({type(error).__name__}: "
+            f"{message_of(error)}): it expects rows, or a length to which samples were padded, that the part does not "
+            "have; use ddp, which collates the samples of each rank"
+        ) from error
 
     def _call(
         self, loss: Loss, model: nn.Module, device: torch.device, microbatch: Microbatch, global_samples: int

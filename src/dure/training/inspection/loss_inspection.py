@@ -28,6 +28,7 @@ from dure.training.inspection.call_watches import ChangesOutsideForward, FedStat
 from dure.training.inspection.collectives import CollectiveCalled, no_collectives
 from dure.training.inspection.first_loss import FirstLoss
 from dure.training.inspection.loss_calls import NUM_SAMPLES, Tried, perturb, silent
+from dure.training.inspection.whole_batch import WholeBatch
 
 _MOST_SECONDS = 5.0
 """Seconds in which the whole inspection should end; if it takes longer, later calls are not tried."""
@@ -59,17 +60,19 @@ class CallSummary(NamedTuple):
 class LossInspection:
     """Inspection of a task's loss by calls on its first samples."""
 
-    def __init__(self, additivity: Additivity, *, is_alone: bool = False) -> None:
+    def __init__(self, additivity: Additivity, *, parts: Sequence[int] = (), is_alone: bool = False) -> None:
         """Prepare the inspection.
 
         Args:
             additivity: Comparisons of the loss with its parts, with the calls of the loss.
+            parts: Samples of each part of a step's batch; empty if they are not known.
             is_alone: Whether the other ranks make no calls meanwhile, so that a collective of the loss would block.
         """
         self.calls = additivity.calls
         self.is_divided = additivity.is_divided
         """True if the loss will see batches in parts; only then is it inspected again later."""
         self._additivity = additivity
+        self._whole_batch = WholeBatch(additivity, parts)
         self._is_alone = is_alone
         self.first_loss = FirstLoss()
         """Result of the first call."""
@@ -146,6 +149,7 @@ class LossInspection:
             or later.not_additive
             or (
                 self._additivity.difference_of_many(_FEW, min(num_samples, _FEW + WIDE_SAMPLES), seconds_each)[0]
+                or self._whole_batch.difference(num_samples)
                 if is_quick
                 else None
             )
@@ -247,7 +251,8 @@ class LossInspection:
             return None, num_samples
         try:
             with self._without_collectives(), sharing_state():
-                return self._additivity.late_difference(begin, num_samples)
+                figures, end = self._additivity.late_difference(begin, num_samples)
+                return figures or self._whole_batch.difference(num_samples, is_training=True), end
         except CollectiveCalled:
             return None, num_samples  # the other ranks make that call in their steps
 

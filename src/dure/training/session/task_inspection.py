@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from dure.data.partition import shares
 from dure.host.device_kinds import memory_of
 from dure.strategies.contract.loss_traits import LossTraits
 from dure.strategies.contract.strategy import Strategy
@@ -236,7 +237,11 @@ def inspection_of(
         order: Order of the training data.
     """
     copied = {_COPIED: loader.data} if loader.has_workers else {}
-    even = -(-strategy.spec.global_batch_size // (strategy.share.count * len(strategy.devices)))
+    batch_size, num_shares = strategy.spec.global_batch_size, strategy.share.count * len(strategy.devices)
+    even = -(-batch_size // num_shares)
+    parts = strategy.parts.of(batch_size)
+    if sum(parts) != batch_size or len(parts) == 1:  # with padding, or shares of devices that are not known yet
+        parts = [part for part in shares(batch_size, num_shares) if part]
     objects = {**copied, **strategy.objects}
     additivity = Additivity(
         LossCalls(task.loss, model, _fetch_of(loader, order), objects, strategy.precision.autocast),
@@ -245,7 +250,7 @@ def inspection_of(
         most_at_once=strategy.spec.microbatch_size or strategy.parts.default_size() or even,
         has_random_batches=lambda: loader.has_collate_drawn,
     )
-    return LossInspection(additivity, is_alone=strategy.group.world_size > 1)
+    return LossInspection(additivity, parts=parts, is_alone=strategy.group.world_size > 1)
 
 
 def _fetch_of(loader: Loader, order: SampleOrder) -> Callable[[Sequence[int]], Any]:

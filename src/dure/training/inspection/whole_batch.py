@@ -1,0 +1,102 @@
+"""Comparison of the loss of a whole batch with those of its parts, which shows effects that no smaller group has.
+
+A loss that leaves out the worst twentieth of its samples leaves out none of ten.
+"""
+
+import copy
+import math
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import accumulate
+from typing import Any
+
+import torch
+from torch import nn
+
+from dure.records.sums import exact_sum
+from dure.strategies.contract.strategy import LossFunction
+from dure.torchcompat import entered_autocasts
+from dure.training.inspection.additivity import Additivity
+from dure.training.inspection.loss_calls import NUM_SAMPLES, Value, silent
+
+_BEFORE_TRAINING_SECONDS = 1.0
+_DURING_TRAINING_SECONDS = 0.1
+_MOST_AT_ONCE = 8
+"""Size of the largest batch that is computed at once without gradients, as a multiple of one with gradients: there is
+memory for it, because activations are not kept.
+"""
+
+
+@dataclass(frozen=True)
+class WholeBatch:
+    """Comparison of the loss of one batch with those of the parts that a step computes."""
+
+    additivity: Additivity
+    counts: Sequence[int]
+    """Samples of each part."""
+
+    def difference(self, num_samples: int, *, is_training: bool = False) -> str | None:
+        """Return the figures of a loss whose parts do not add up, or None; also if that would take too long.
+
+        Args:
+            num_samples: Number of available samples.
+            is_training: Whether training waits for the result.
+        """
+        size = sum(self.counts)
+        is_known = size <= NUM_SAMPLES or len(self.counts) < 2  # or smaller groups show it
+        most = _MOST_AT_ONCE * max(NUM_SAMPLES, self.additivity.most_at_once, *self.counts)
+        is_possible = size <= min(num_samples, most)
+        if is_known or not is_possible or not self.additivity.is_divided or self.additivity.has_random_batches():
+            return None
+        try:
+            with entered_autocasts(are_off=True):
+                return self._difference(_DURING_TRAINING_SECONDS if is_training else _BEFORE_TRAINING_SECONDS)
+        except Exception:
+            return None  # it draws, needs gradients or autocast, or training will raise it
+
+    def _difference(self, most_seconds: float) -> str | None:
+        size, ends = sum(self.counts), [*accumulate(self.counts)]
+        places = [range(end - count, end) for count, end in zip(self.counts, ends, strict=True)]
+        started = time.monotonic()
+        first = self._value(places[0])
+        seconds = time.monotonic() - started
+        if seconds * (len(places) + size / len(places[0])) > most_seconds:
+            return None
+        parts = [first, *map(self._value, places[1:])]
+        whole = self._value(range(size))
+        total, items = (exact_sum(each) for each in ([part.total for part in parts], [part.items for part in parts]))
+        tolerance = replace(self.additivity, is_exact=True).tolerance(whole.dtype)
+        scale = exact_sum(abs(part.total) for part in parts)
+        is_same = abs(whole.total - total) <= tolerance * scale and abs(whole.items - items) <= tolerance * abs(items)
+        if (
+            is_same
+            or not (items and math.isfinite(whole.total) and whole.items)
+            or self.additivity.is_other(whole, self._value(range(size)))
+        ):
+            return None  # it differs each time by other means, which are detected elsewhere
+        return (
+            f"it is {whole.total / whole.items:.6g} for {size} samples at once, and {total / items:.6g} for the same "
+            f"samples in {len(parts)} parts"
+        )
+
+    def _value(self, places: range) -> Value:
+        calls = copy.copy(self.additivity.calls)
+        calls.loss = _WithoutGradients(calls.loss)
+        with silent(), calls.trial_of_values() as trial:
+            calls.set_modes(as_in_training=False)
+            value = calls.value(places)
+        if trial.has_drawn:
+            raise ValueError("a loss that draws random numbers differs each time")
+        return value
+
+
+class _WithoutGradients:
+    """Loss that is computed without gradients."""
+
+    def __init__(self, loss: LossFunction) -> None:
+        self._loss = loss
+
+    def __call__(self, model: nn.Module, batch: Any) -> Any:
+        with torch.no_grad():
+            return self._loss(model, batch)

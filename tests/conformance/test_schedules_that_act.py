@@ -11,6 +11,7 @@ from torch.optim import Optimizer
 from torch.utils.data import Dataset
 
 import dure
+from dure.errors import DureError
 from tests.conformance.cases import train_case
 from tests.conformance.zoo.cell import reference_of, run_cell
 from tests.conformance.zoo.feature import FEATURES, OUT, STEPS, Feature, Samples, ZooTask, chain, data
@@ -342,3 +343,59 @@ def test_schedule_when_it_extends_a_group_then_strategies_that_divided_it_refuse
 ) -> None:
     feature = Feature(name="Extends", group="", title="", task=Extends)
     assert run_cell(feature, strategy, "straight", reference_of(feature, tmp_path), tmp_path).kind == kind
+
+
+class FreezesByGroups(ZooTask):
+    """Freezes the last layer by the optimiser's groups, in the second epoch."""
+
+    def build_schedule(self, optimizer: Optimizer, total_samples: int) -> Any:
+        def schedule(samples_seen: int) -> float:
+            for parameter in optimizer.param_groups[0]["params"][-2:]:
+                parameter.requires_grad_(samples_seen < 25)
+            return 1.0
+
+        return schedule
+
+
+class UnfreezesByGroups(ZooTask):
+    """Unfreezes the first layer by the optimiser's groups, in the second epoch."""
+
+    def build_optimizer(self, model: nn.Module) -> Optimizer:
+        model[0].requires_grad_(False)  # type: ignore[index]
+        return torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def build_schedule(self, optimizer: Optimizer, total_samples: int) -> Any:
+        parameters = [*optimizer.param_groups[0]["params"]]
+
+        def schedule(samples_seen: int) -> float:
+            for parameter in parameters if samples_seen >= 25 else []:
+                parameter.requires_grad_(True)
+            return 1.0
+
+        return schedule
+
+
+@pytest.mark.parametrize(
+    ("task", "strategy"),
+    [
+        (FreezesByGroups, "fsdp"),
+        (UnfreezesByGroups, "zero1"),
+        *(
+            pytest.param(FreezesByGroups, strategy, marks=pytest.mark.slow)
+            for strategy in ("zero1", "pipeline", "rpc_model", "tensor_parallel")
+        ),
+    ],
+)
+def test_schedule_when_it_freezes_by_the_groups_then_strategies_with_others_refuse(
+    task: type[ZooTask], strategy: str, tmp_path: Path
+) -> None:
+    with pytest.raises(DureError, match=r"the task (un)?froze .* during the run, and \w+ divided the work") as caught:
+        train_case(tmp_path, task(), strategy, 2, **STEPS)
+    assert caught.value.exit_code == 2
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("task", [FreezesByGroups, UnfreezesByGroups])
+def test_schedule_when_it_freezes_by_the_groups_then_replicas_follow(task: type[ZooTask], tmp_path: Path) -> None:
+    feature = Feature(name=task.__name__, group="", title="", task=task)
+    assert run_cell(feature, "naive_ddp", "straight", reference_of(feature, tmp_path), tmp_path).kind == "exact"

@@ -17,6 +17,8 @@ class LossTraits:
     """Positions, in samples, at which the schedule sets states in which the loss behaves differently."""
     regrouped: str | None = None
     """Change that the schedule makes to the parameters of the optimiser's groups; None if it makes none."""
+    unfrozen_later: tuple[str, ...] = ()
+    """Parameters that the schedule unfreezes during the run."""
     has_failed: bool = False
     """True if `reason_unknown` is that the loss failed at once."""
     needs_optimizer: bool = False

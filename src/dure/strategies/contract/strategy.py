@@ -432,9 +432,16 @@ class Strategy(ABC):
     def check_groups(self) -> None:
         """Refuse parameters and groups that the optimiser got or lost during the run, if ranks would not follow them.
 
+        So are parameters that the schedule has frozen or unfrozen, also on ranks that compute no loss.
+
         Raises:
             TaskInvalid: The optimiser was divided before, or it got parameters that were made on the way.
         """
+        if self.rules.freezing == "refused" and (freezing := self.watch.freezing()) is not None:
+            self.follow_freezing(freezing)
+        if not self.rules.follows_groups and self.rules.freezing != "followed" and self.traits.unfrozen_later:
+            # here the schedule may not reach them, because a rank's optimiser has those that are trained
+            raise TaskInvalid(freezing_fault(self.traits.unfrozen_later, "unfroze", self.info.name))
         if self.rules.follows_groups and self.group.world_size == 1:
             return
         change = self._groups.change()

@@ -81,12 +81,6 @@ class ZeRO1(DDP):
         own: list[nn.Parameter] = [parameter for group in self.stepped.param_groups for parameter in group["params"]]
         self._own_bytes = sum(parameter.numel() * parameter.element_size() for parameter in own)
 
-    def check_groups(self) -> None:
-        """Refuse parameters that the schedule has frozen too: torch would step them on one rank, and not send them."""
-        super().check_groups()
-        if (freezing := self.watch.freezing()) is not None:
-            self.follow_freezing(freezing)
-
     def optimizer_step(self) -> None:
         """Step this rank's part, and let the other parameters have another version too, as after a step of all."""
         versions = [(parameter, version_of(parameter)) for parameter in self.trainable if parameter.grad is not None]

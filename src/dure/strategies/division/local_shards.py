@@ -9,6 +9,7 @@ the rest.
 
 import importlib
 import math
+import operator
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -21,16 +22,19 @@ from torch.optim import Optimizer
 
 from dure import torchcompat
 from dure.comm.groups import Group
-from dure.errors import SpecInvalid
+from dure.errors import SpecInvalid, TaskInvalid
 from dure.strategies.contract.batches import map_tensors
 from dure.strategies.contract.declarations import few
 from dure.strategies.contract.replica_state import ReplicaState, replica_state
 from dure.strategies.contract.strategy import Strategy
+from dure.strategies.contract.watch.parameter_watch import freezing_fault
 from dure.strategies.contract.weight_rules import WeightRules
 from dure.strategies.division.optimizer_trial import reason_not_to_cut
 from dure.strategies.division.step_hooks import fault_of_hooks, refuse_later_hooks
 from dure.strategies.state.optimizer import optimizer_to_names
 from dure.strategies.state.saved_state import StateSource, StrategyState
+
+_requires_grad = operator.attrgetter("requires_grad")
 
 
 class LocalShards:
@@ -60,6 +64,15 @@ class LocalShards:
         vars(local).update(torchcompat.own_attributes(parameter))
         self._wholes[id(local)], self._locals[id(parameter)] = parameter, local  # type: ignore[assignment]
         return local
+
+    @property
+    def is_any_frozen(self) -> bool:
+        """True if a local tensor, which only the optimiser's groups show to the task, does not require a gradient."""
+        return not all(map(_requires_grad, self._locals.values()))
+
+    def is_frozen(self, local: Tensor) -> bool:
+        """Return whether a tensor is such a one."""
+        return id(local) in self._wholes and not local.requires_grad
 
     def axes_of(self, local: Tensor) -> tuple[str, ...]:
         """Return the axes of the mesh along which other ranks have other shards; none for a whole parameter."""
@@ -173,6 +186,13 @@ class ShardedStrategy(Strategy):
         names = [name for name, p in named if p.requires_grad]
         self._own: list[tuple[str, Tensor]] = [*zip(names, self.trainable, strict=True), *frozen]
         """This rank's shards of all parameters."""
+
+    def check_groups(self) -> None:
+        """Refuse parameters of the optimiser's groups that the schedule has frozen: the model has others."""
+        super().check_groups()
+        if self.shards.is_any_frozen:
+            names = [name for name, local in self._own if self.shards.is_frozen(local)]
+            raise TaskInvalid(freezing_fault(names, "froze", self.info.name))
 
     def unscale_gradients(self) -> None:
         """Unscale, and make every rank skip the step if any rank's gradient overflowed.

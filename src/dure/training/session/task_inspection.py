@@ -3,7 +3,7 @@
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import torch
@@ -157,6 +157,16 @@ def _rehearsed_optimizer(
     return settings, None
 
 
+@dataclass
+class ScheduleChanges:
+    """Changes that a schedule makes, which a part of the optimiser would not show."""
+
+    regrouped: str | None = None
+    """Change to the parameters of the optimiser's groups."""
+    unfrozen: dict[str, None] = field(default_factory=dict)
+    """Names of parameters that it unfreezes."""
+
+
 def _with_phases(
     strategy: Strategy, task: Task, model: nn.Module, inspection: LossInspection, order: SampleOrder, traits: LossTraits
 ) -> LossTraits:
@@ -164,13 +174,13 @@ def _with_phases(
     has_schedule = type(task).build_schedule is not Task.build_schedule
     if not (has_schedule and inspection.is_divided) or traits.reason_unknown is not None:
         return traits
-    regrouped: list[str] = []
-    traits = phases_of(strategy, task, model, order, regrouped).traits(inspection, order.num_samples, traits)
-    return replace(traits, regrouped=next(iter(regrouped), None))
+    changes = ScheduleChanges()
+    traits = phases_of(strategy, task, model, order, changes).traits(inspection, order.num_samples, traits)
+    return replace(traits, regrouped=changes.regrouped, unfrozen_later=tuple(changes.unfrozen))
 
 
 def phases_of(
-    strategy: Strategy, task: Task, model: nn.Module, order: SampleOrder, regrouped: list[str] | None = None
+    strategy: Strategy, task: Task, model: nn.Module, order: SampleOrder, changes: ScheduleChanges | None = None
 ) -> Phases:
     """Return the phases that a task's schedule begins.
 
@@ -179,21 +189,22 @@ def phases_of(
         task: Task with the schedule.
         model: Whole model.
         order: Order of the training data.
-        regrouped: Gets the changes that the schedule makes to the optimiser's groups.
+        changes: Gets what the schedule changes in the optimiser's groups and the model; None if it does not matter.
     """
     total = total_samples(strategy.spec, order)
 
     def schedule() -> Any:
         optimizer = task.build_optimizer(model)
         given = task.build_schedule(optimizer, total)
-        if regrouped is None or not callable(given):
+        if changes is None or not callable(given):
             return given
         groups = GroupWatch(optimizer)
+        frozen = {name: parameter for name, parameter in model.named_parameters() if not parameter.requires_grad}
 
         def watched(seen: int) -> Any:
             factor = given(seen)
-            if change := groups.change():
-                regrouped.append(change)
+            changes.regrouped = changes.regrouped or groups.change()
+            changes.unfrozen.update((name, None) for name, parameter in frozen.items() if parameter.requires_grad)
             return factor
 
         return watched

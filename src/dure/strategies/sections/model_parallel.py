@@ -14,9 +14,11 @@ import torch
 from torch import Tensor, nn
 
 from dure import torchcompat
+from dure.data.randomness import drawing_devices
 from dure.errors import SpecInvalid
 from dure.spec import RunSpec
 from dure.strategies.contract.batches import Microbatch, to_device
+from dure.strategies.contract.declarations import Findings
 from dure.strategies.contract.step_facts import Requests, StepFacts
 from dure.strategies.contract.strategy import Strategy
 from dure.strategies.contract.weight_rules import WeightRules
@@ -95,6 +97,12 @@ class ModelParallel(Strategy):
         for tensor in tensors_of(values):
             # the gradient is sent back
             self._sent += tensor.numel() * tensor.element_size() * (2 if tensor.requires_grad else 1)
+
+    def declared_by_row(self, found: Findings) -> list[str]:
+        """Return the row's declarations: the parts of the CPU draw from one generator, as one device does."""
+        texts = super().declared_by_row(found)
+        has_several = len(drawing_devices(self.devices)) > 1
+        return [text for text in texts if has_several or not text.startswith("random numbers")]
 
     # step
 

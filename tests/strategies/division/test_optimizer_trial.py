@@ -264,6 +264,34 @@ def test_optimiser_that_skips_a_step_for_a_spike_in_one_parameter_is_not_divided
     assert reason_not_to_divide(optimizer) == "what it does to one parameter depends on the others"
 
 
+class CountsBusySteps(optim.SGD):
+    """Lowers its rate by a group's own count of the steps in which it had any gradient."""
+
+    def step(self, closure=None):
+        for group in self.param_groups:
+            if any(parameter.grad is not None for parameter in group["params"]):
+                group["count"] = group.get("count", 0) + 1
+                group["lr"] = 0.1 / group["count"]
+        super().step()
+
+
+class ExpectsGradients(optim.SGD):
+    """Takes for granted that every parameter has a gradient."""
+
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                parameter.grad.mul_(0.5)
+        super().step()
+
+
+def test_optimiser_is_tried_with_parameters_that_have_no_gradient_in_some_steps():
+    counting = CountsBusySteps(model().parameters(), lr=0.1)
+    assert reason_not_to_divide(counting) == "what it does to one parameter depends on the others"
+    assert reason_not_to_cut(counting) == "what it does to one parameter depends on the others"
+    assert reason_not_to_divide(ExpectsGradients(model().parameters(), lr=0.1)) is None
+
+
 class Crowded(optim.SGD):
     """Cannot do without any of its parameters."""
 

@@ -113,9 +113,9 @@ def reason_of_classes(optimizer: Optimizer) -> str | None:
 def _reason_of_parts(subject: "_Subject") -> str | None:
     reason = subject.small().reason()
     if reason is None and not _is_of_torch(subject.optimizer):
-        reason = subject.long().reason_of_parts() or subject.wide().reason_of_parts() or subject.odd().reason_of_parts()
-        if reason is None and (late := subject.late()) is not None:
-            reason = late.reason_of_parts()
+        for create in (subject.long, subject.wide, subject.odd, subject.gaps, subject.late):
+            if (trial := create()) is not None and (reason := trial.reason_of_parts()) is not None:
+                break
     return reason
 
 
@@ -127,7 +127,7 @@ def _reason_of_halves(subject: "_Subject") -> str | None:
         reason = _Trial(subject, stand_ins.small(subject.trained), _NUM_STEPS, dtype=torch.float32).reason_of_halves()
     if reason is not None or _is_of_torch(subject.optimizer):
         return reason
-    long, wide, odd, late = subject.long(), subject.wide(), subject.odd(), subject.late()
+    long, wide, odd, late, gaps = subject.long(), subject.wide(), subject.odd(), subject.late(), subject.gaps()
     return (
         long.reason_of_parts()
         or wide.reason_of_parts()
@@ -136,6 +136,7 @@ def _reason_of_halves(subject: "_Subject") -> str | None:
         or wide.reason_of_halves()
         or odd.reason_of_parts()
         or odd.reason_of_halves()
+        or (gaps.reason_of_parts() if gaps is not None else None)
         or subject.large().reason_of_halves()
         or _reason_of_shapes(subject)
         or (late.reason_of_parts() or late.reason_of_halves() if late is not None else None)
@@ -236,6 +237,11 @@ class _Subject:
         dtype = torch.float32 if is_half else None
         return _Trial(self, stand_ins.few(self.trained), num_steps, dtype=dtype, factors=_ODD_FACTORS)
 
+    def gaps(self) -> "_Trial | None":
+        """Return a trial in which some parameters get no gradient in some steps, or None if that is not possible."""
+        trial = _Trial(self, stand_ins.few(self.trained), 2 * _STEPS_PER_FACTOR, factors=(None,))
+        return trial if trial.is_possible() else None
+
     def large(self) -> "_Trial":
         """Return a trial of large parameters, for effects that begin at a size."""
         return _Trial(self, stand_ins.large(self.trained, self._share), _NUM_LARGE_STEPS)
@@ -275,7 +281,7 @@ class _Trial:
         has_values: bool = True,
         dtype: torch.dtype | None = None,
         landmarks: list[int] | None = None,
-        factors: Sequence[float] = (),
+        factors: Sequence[float | None] = (),
     ) -> None:
         """Create stand-ins and their gradients.
 
@@ -288,7 +294,7 @@ class _Trial:
             has_values: False for stand-ins on the meta device.
             dtype: Dtype of all stand-ins; None for those of the parameters.
             landmarks: Step counts to which the optimiser's counters are set on the way.
-            factors: Factors on halves of gradients in the last steps.
+            factors: Factors on halves of gradients in the last steps; None for no gradient.
         """
         self._factors = factors
         self._landmarks = landmarks
@@ -315,7 +321,7 @@ class _Trial:
         ]
         self._has_rebound = False
 
-    def _unevenness(self, number: int, position: int) -> tuple[int, float]:
+    def _unevenness(self, number: int, position: int) -> tuple[int, float | None]:
         """Return the dimension along which the second half of a gradient differs in a step, and the factor on it.
 
         Odd factors are on every other parameter only, and come last: they may hide differences before.
@@ -500,7 +506,11 @@ class _Trial:
                 if counters is not None:
                     counters.before_step(self._optimizer, number)
                 for position, parameter in chosen.items():
-                    gradient = cut(gradients[position]).clone()
+                    whole = gradients[position]
+                    if whole is None:
+                        parameter.grad = None
+                        continue
+                    gradient = cut(whole).clone()
                     parameter.grad = _of_all_rows(gradient) if self._subject.is_sparse and gradient.dim() else gradient
                 places = [parameter.data_ptr() for parameter in chosen.values()]
                 self._subject.step_alone()
@@ -565,8 +575,10 @@ def _nearly_equal(one: Tensor, other: Tensor) -> bool:
     return torch.allclose(one, other, rtol=few, atol=few, equal_nan=True)
 
 
-def _unevenly(gradient: Tensor, dim: int, factor: float) -> Tensor:
+def _unevenly(gradient: Tensor, dim: int, factor: float | None) -> Tensor | None:
     """Return a gradient with a factor on its second half along a dimension; unchanged if it has no such dimension."""
+    if factor is None:
+        return None
     if dim >= gradient.dim() or gradient.size(dim) < 2:
         return gradient
     first, *others = gradient.chunk(2, dim)

@@ -140,10 +140,11 @@ def test_a_recomputation_that_hides_the_graph_is_found_by_its_gradients():
     assert "use_reentrant=True" in said
 
 
-def test_gradient_that_is_zero_but_for_rounding_is_not_compared():
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_gradient_that_is_zero_but_for_rounding_is_not_compared(dtype):
     torch.manual_seed(1)
-    model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 3)).double()
-    anchors, positives, negatives = torch.randn(3, 5, 6, dtype=torch.float64)
+    model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 3)).to(dtype)
+    anchors, positives, negatives = torch.randn(3, 5, 6).to(dtype)
     seen = surveyed(model, anchors)
 
     def loss(model, batch):
@@ -153,10 +154,14 @@ def test_gradient_that_is_zero_but_for_rounding_is_not_compared():
     assert rehearsed(model, plan_of(seen, 2), seen, loss, loss_section=0) is None
 
 
-@pytest.mark.parametrize("largest", [1.0, math.inf])
-def test_small_gradient_that_lacks_a_path_is_found_beside_large_ones(largest):
-    whole = _Outcome(1.0, {"large": torch.tensor([largest, 0.5]), "small": torch.tensor([1e-5])})
-    parts = _Outcome(1.0, {"large": torch.tensor([largest, 0.5]), "small": torch.tensor([2e-5])})
+@pytest.mark.parametrize(
+    ("largest", "small", "dtype"),
+    [(1.0, 1e-5, torch.float32), (math.inf, 1e-5, torch.float32), (1.0, 0.1, torch.bfloat16)],
+)
+def test_small_gradient_that_lacks_a_path_is_found_beside_large_ones(largest, small, dtype):
+    large = torch.tensor([largest, 0.5], dtype=dtype)
+    whole = _Outcome(1.0, {"large": large, "small": torch.tensor([small], dtype=dtype)})
+    parts = _Outcome(1.0, {"large": large, "small": torch.tensor([2 * small], dtype=dtype)})
     assert whole.other_gradients(parts, ["small"]) == ["small"]
     assert whole.other_gradients(whole, ["small"]) == []
 
@@ -175,9 +180,11 @@ class Remembering(nn.Module):
         return self.second(torch.relu(self.first(x)))
 
 
-def test_a_value_that_blocks_exchange_by_themselves_is_found_by_its_gradients():
-    model = Remembering()
-    seen = surveyed(model, torch.randn(3, 2))
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_a_value_that_blocks_exchange_by_themselves_is_found_by_its_gradients(dtype):
+    torch.manual_seed(0)
+    model = Remembering().to(dtype)
+    seen = surveyed(model, torch.randn(3, 2, dtype=dtype))
     assert "gives another gradient of first.weight" in rehearsed(model, plan_of(seen, 1), seen)
 
 

@@ -41,6 +41,11 @@ SETS_GRADIENTS = (
 _ROUNDED = 64
 """Magnitude below which a gradient counts as rounding, in units of the eps of its dtype times the largest gradient:
 that of a bias which the loss cancels out, say."""
+_MOST_ROUNDED = 1 / 32
+"""Most of the largest gradient that counts as rounding, also in half precision."""
+
+_MOST_ROUNDING = 0.125
+"""Relative difference that does not count as rounding even in half precision."""
 
 
 class _Outcome(NamedTuple):
@@ -56,7 +61,7 @@ class _Outcome(NamedTuple):
 
         def is_same(one: Tensor | None, theirs: Tensor | None) -> bool:
             eps = 0.0 if one is None else torch.finfo(one.dtype).eps
-            return _are_close(one, theirs, rounding=_ROUNDED * eps * largest)
+            return _are_close(one, theirs, rounding=min(_ROUNDED * eps, _MOST_ROUNDED) * largest)
 
         return [name for name in names if not is_same(self.gradients.get(name), other.gradients.get(name))]
 
@@ -522,5 +527,5 @@ def _are_close(one: Tensor | None, other: Tensor | None, *, rounding: float = 0.
     if not found[0].numel() or bool(found[0].isnan().any()):
         return True  # nothing can be concluded
     # sums in another order differ by a few epsilon; a missing path changes a gradient by its own magnitude
-    tolerance = 16 * torch.finfo(found[0].dtype).eps ** 0.5
+    tolerance = min(16 * torch.finfo(found[0].dtype).eps ** 0.5, _MOST_ROUNDING)
     return bool((found[0] - found[1]).abs().max() <= max(tolerance * float(found[0].abs().max()), rounding))

@@ -12,7 +12,8 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 from dure.errors import TaskInvalid
-from tests.strategies.device_cases import TO_ROUNDING, WIDTH, Net, difference, mean_square, rows, trained_weights
+from dure.strategies.division.division_check import compare_division
+from tests.strategies.device_cases import CPU, TO_ROUNDING, WIDTH, Net, difference, mean_square, rows, trained_weights
 
 # what reads parameters after the forward pass
 
@@ -234,6 +235,23 @@ def test_a_model_that_mixes_samples_is_refused():
 
     with pytest.raises(TaskInvalid, match=r"the model returned something else for the parts of a batch .*: it mixes"):
         trained_weights("dp", Centred, mean_square, rows(5))
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_half_precision_hides_no_mixing_of_samples(dtype):
+    class Centred(Net):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x - x.mean(0))
+
+    torch.manual_seed(0)
+    x = rows(5)[0].to(dtype)
+
+    def wrong_outputs(model: nn.Module) -> set[Any]:
+        parts = [((part,), {}) for part in (x[:3], x[3:])]
+        return compare_division(model.to(dtype), [CPU, CPU], ((x,), {}), parts, [3, 2]).output.wrong
+
+    assert wrong_outputs(Centred()) == {()}
+    assert wrong_outputs(Net()) == set()
 
 
 def test_dropout_hides_no_mixing_of_samples():

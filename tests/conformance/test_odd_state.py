@@ -9,8 +9,11 @@ from torch import Tensor, nn
 from torch.optim import SGD, Optimizer
 
 import dure
-from tests.conformance.cases import largest_difference, weights_of
+from dure.errors import DureError
+from tests.conformance.cases import largest_difference, train_case, weights_of
 from tests.conformance.tasks import WIDTH
+from tests.conformance.zoo.cell import reference_of, run_cell
+from tests.conformance.zoo.feature import STEPS, Feature, ZooTask
 from tests.faults.test_restarts import SAMPLES, Mortal, restarts_of, train
 
 
@@ -101,3 +104,52 @@ def test_run_when_resumed_from_the_disk_goes_on_with_all_state_of_the_task(tmp_p
     begun = train(tmp_path, "begun", "ddp", 2, Odd(), samples=2 * 44)
     dure.train(resume=begun, samples=SAMPLES, quiet=True)
     assert largest_difference(weights_of(whole), weights_of(begun)) == 0.0
+
+
+class Follows(SGD):
+    """Steps less far with each call of its task's loss."""
+
+    owner: Any = None
+
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            group["dampening"] = 1 - 1 / (1 + self.owner.calls)
+        return super().step(closure)
+
+
+class CountedForOptimizer(ZooTask):
+    """Counts the calls of its loss, for an optimiser that holds the task."""
+
+    calls = 0
+
+    def build_optimizer(self, model: nn.Module) -> Optimizer:
+        optimizer = Follows(model.parameters(), lr=0.1, momentum=0.5)
+        optimizer.owner = self
+        return optimizer
+
+    def loss(self, model: nn.Module, batch: Any) -> Any:
+        self.calls += model.training
+        return super().loss(model, batch)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "is_taken"),
+    [
+        ("parameter_server", False),
+        *(
+            pytest.param(strategy, strategy == "ddp", marks=pytest.mark.slow)
+            for strategy in ("pipeline", "rpc_model", "ddp")
+        ),
+    ],
+)
+def test_optimiser_when_it_follows_the_task_then_it_is_refused_where_ranks_step_that_compute_no_loss(
+    strategy: str, is_taken: bool, tmp_path: Path
+) -> None:
+    if is_taken:
+        feature = Feature(name="Follows", group="", title="", task=CountedForOptimizer)
+        assert run_cell(feature, strategy, "straight", reference_of(feature, tmp_path), tmp_path).kind == "exact"
+        return
+    said = r"changes optimizer\.owner\.calls, which the optimiser's step may use"
+    with pytest.raises(DureError, match=said) as caught:
+        train_case(tmp_path, CountedForOptimizer(), strategy, 2, **STEPS)
+    assert caught.value.exit_code == 2

@@ -58,6 +58,11 @@ def faults_of_loss(
             "its own: tie weights by the parameter itself (decoder.weight = encoder.weight) or compute "
             "one from the other in forward, or use ddp"
         )
+    if rules.steps_elsewhere and num_ranks > 1 and (stepped := traits.stepped_state):
+        faults.append(
+            f"the task's loss changes {few(stepped)}, which the optimiser's step may use, and under {strategy} ranks "
+            "step that compute no loss: let the optimiser count in its own state, or use ddp"
+        )
     if rules.undoes_writes and (written := traits.changed_parameters):
         faults.append(write_fault(written, strategy))
     elif rules.holds_memory and num_ranks > 1 and (rebound := traits.rebound_parameters):

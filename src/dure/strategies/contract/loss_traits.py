@@ -69,6 +69,8 @@ class LossTraits:
     """Plain state outside the model that is changed by its forward or by a hook on its modules."""
     fed_state: tuple[str, ...] = ()
     """Tensors that the task keeps from one call of the loss and passes to the model in a later one."""
+    stepped_state: tuple[str, ...] = ()
+    """State that the loss changes and that the optimiser holds, so that its step may use it."""
     left_state: tuple[str, ...] = ()
     """Plain state that the calls changed and that could not be put back."""
     outer_state: tuple[str, ...] = ()

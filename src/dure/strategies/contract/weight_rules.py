@@ -30,6 +30,8 @@ class WeightRules:
     """True if a rank has only some of the parameters, and code of the task that reads others fails there."""
     divides_gradients: bool = False
     """True if a rank has only a part of the gradients, or none, when the optimiser steps."""
+    steps_elsewhere: bool = False
+    """True if ranks step parameters that do not compute the loss, or not all of it."""
     divides_state: bool = False
     """True if a rank has only a part of the optimiser's state."""
     sparse_gradients: Literal["any", "of layers", "none"] = "any"

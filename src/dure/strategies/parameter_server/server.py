@@ -29,7 +29,7 @@ class Server(Strategy):
 
     options: ParameterServerOptions
 
-    rules = WeightRules(follows_groups=False, divides_state=True, sparse_gradients="none")
+    rules = WeightRules(follows_groups=False, divides_state=True, steps_elsewhere=True, sparse_gradients="none")
 
     num_push_numbers: int
     num_pull_numbers: int

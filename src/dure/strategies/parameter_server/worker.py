@@ -27,6 +27,7 @@ class Worker(Strategy):
         follows_groups=False,
         undoes_writes=True,
         divides_gradients=True,
+        steps_elsewhere=True,
         divides_state=True,
         sparse_gradients="none",
     )

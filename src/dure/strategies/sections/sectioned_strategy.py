@@ -37,6 +37,7 @@ class SectionedStrategy(Strategy):
         undoes_writes=True,
         divides_model=True,
         divides_gradients=True,
+        steps_elsewhere=True,
         divides_state=True,
     )
 

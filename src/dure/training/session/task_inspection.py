@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from dure.data.partition import shares
 from dure.host.device_kinds import memory_of
@@ -95,8 +96,8 @@ def _inspected_as_one_process(
         inspection = inspection_of(strategy, task, model, loader, order)
         traits = inspection.traits(order.num_samples)
         if not traits.has_failed and not traits.collective:
-            settings, with_optimizer = _rehearsed_optimizer(strategy, task, model, loader, order)
-            traits = with_optimizer or traits
+            settings, stepped_state, with_optimizer = _rehearsed_optimizer(strategy, task, model, loader, order)
+            traits = replace(with_optimizer or traits, stepped_state=stepped_state)
             traits = _with_phases(strategy, task, model, inspection, order, traits)
             traits = replace(traits, **_tried_in_evaluation(strategy, task, model, fetch))
             if is_one_of_many:
@@ -138,23 +139,44 @@ def _on_device(strategy: Strategy, model: nn.Module) -> Iterator[None]:
 
 def _rehearsed_optimizer(
     strategy: Strategy, task: Task, model: nn.Module, loader: Loader, order: SampleOrder
-) -> tuple[Any, LossTraits | None]:
-    """Build the optimiser in a trial; return its settings, and the traits of the loss after the build.
+) -> tuple[Any, tuple[str, ...], LossTraits | None]:
+    """Build the optimiser in a trial; return its settings, its state that the loss changes, and the loss's traits then.
 
     The build may register hooks, freeze parameters, or set state that the loss reads. Traits are None if it does none
-    of these. Both are None if the build fails; the strategy will fail in the same way.
+    of these. All are empty if the build fails; the strategy will fail in the same way.
     """
     with silent(), Trial(model, strategy.objects):
         before = ObjectState({**strategy.objects, "model": model})
         found = _hooks_and_frozen(model)
         try:
             with no_collectives():  # other ranks build no optimiser now
-                settings = plain_settings(task.build_optimizer(model))
+                optimizer = task.build_optimizer(model)
+                settings = plain_settings(optimizer)
         except (Exception, CollectiveCalled):
-            return None, None
+            return None, (), None
+        with_optimizer = None
         if before.changed() or _hooks_and_frozen(model) != found:
-            return settings, inspection_of(strategy, task, model, loader, order).traits(order.num_samples)
-    return settings, None
+            with_optimizer = inspection_of(strategy, task, model, loader, order).traits(order.num_samples)
+        stepped_state = _stepped_state(strategy, task, model, optimizer, _fetch_of(loader, order)(range(1)))
+    return settings, stepped_state, with_optimizer
+
+
+def _stepped_state(
+    strategy: Strategy, task: Task, model: nn.Module, optimizer: Optimizer, batch: Any
+) -> tuple[str, ...]:
+    """Return the state that an optimiser of the task's own holds, in the task or elsewhere, and that the loss changes.
+
+    It may only be called in a trial, which undoes the changes.
+    """
+    if not strategy.rules.steps_elsewhere or type(optimizer).__module__.startswith("torch."):
+        return ()
+    held = ObjectState({"optimizer": optimizer})
+    with contextlib.suppress(Exception, CollectiveCalled), no_collectives(), strategy.precision.autocast():
+        model.train()
+        task.loss(model, batch)  # errors are those of training
+    changed = held.changed()
+    held.put_back()
+    return tuple(changed)
 
 
 @dataclass

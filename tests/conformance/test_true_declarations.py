@@ -225,6 +225,13 @@ class NestedBatch(ZooTask):
         return functional.mse_loss(model(functional.pad(padded, (0, 6 - padded.shape[1]))), y)
 
 
+class RoundedLoss(ZooTask):
+    """Returns its loss in a less precise dtype than the model's."""
+
+    def loss(self, model: nn.Module, batch: Any) -> Any:
+        return super().loss(model, batch).float()
+
+
 class NoiseInCollate(ZooTask):
     """Adds noise to the inputs in collate."""
 
@@ -387,3 +394,9 @@ def test_sample_when_collate_leaves_it_out_is_declared_unless_the_loss_counts(gi
     said = json.loads((run / "summary.json").read_text())["not_preserved"]
     assert [text for text in said if "a batch of 50 samples had 49 rows" in text] == ([] if gives_count else said)
     assert bool(said) is not gives_count
+
+
+@pytest.mark.parametrize("strategy", ["fsdp", pytest.param("pipeline", marks=pytest.mark.slow)])
+def test_loss_when_it_is_rounded_then_late_comparisons_allow_for_it(strategy: str, tmp_path: Path) -> None:
+    run = train_case(tmp_path, RoundedLoss(), strategy, 2, **STEPS, checkpoint={"every_samples": 5})
+    assert json.loads((run / "summary.json").read_text())["not_preserved"] == []

@@ -132,7 +132,7 @@ class LateInspection:
         before = ObjectState({**strategy.objects, "model": strategy.model})
         buffers = KeptBuffers(strategy.model)
         is_exact = strategy.precision.is_exact and not strategy.traits.autocasts
-        tolerance = tolerance_of(strategy.model, is_exact=is_exact)
+        tolerance = max(tolerance_of(strategy.model, is_exact=is_exact), strategy.traits.loss_rounding)
         try:
             losses = few_losses(session, loader, num_samples, tolerance)
         except DataInvalid:  # raised on all ranks: none of these samples counts

@@ -31,6 +31,8 @@ class LossTraits:
     """True unless every dropout layer of the model is in evaluation mode while it is trained."""
     autocasts: bool = False
     """True if loss or model compute in lower precision than their own (autocast)."""
+    loss_rounding: float = 0.0
+    """Relative rounding of the loss if its dtype is less precise than the model's numbers; 0 if it is not."""
     collate_draws: bool = False
     """True if `collate` draws random numbers."""
     data_changes: bool = False

@@ -23,7 +23,7 @@ from dure.strategies.state.objects.object_state import ObjectState
 from dure.strategies.state.shared_storage import recomputed_weights
 from dure.strategies.state.trial import Trial, is_equal, sharing_state
 from dure.torchcompat import entered_autocasts
-from dure.training.inspection.additivity import WIDE_SAMPLES, Additivity
+from dure.training.inspection.additivity import WIDE_SAMPLES, Additivity, tolerance_of
 from dure.training.inspection.call_watches import ChangesOutsideForward, FedState
 from dure.training.inspection.collectives import CollectiveCalled, no_collectives
 from dure.training.inspection.first_loss import FirstLoss
@@ -163,6 +163,7 @@ class LossInspection:
             model_draws=first.forward.has_drawn or (later.draws and not first.trial.has_drawn),
             has_dropout=first.has_dropout,
             autocasts=bool(autocasts),
+            loss_rounding=self._loss_rounding(first.value.dtype),
             not_additive=not_additive,
             model_not_additive=not_additive is not None
             and not self._additivity.is_model_additive(num_samples, len(tried)),
@@ -287,6 +288,10 @@ class LossInspection:
             gradient=gradient if math.isfinite(gradient) else None,
             tolerance=self._additivity.tolerance(first.value.dtype),
         )
+
+    def _loss_rounding(self, dtype: torch.dtype) -> float:
+        rounding = self._additivity.tolerance(dtype)
+        return rounding if rounding > tolerance_of(self.calls.model, is_exact=self._additivity.is_exact) else 0.0
 
     def _dense_gradients(self, first: Tried) -> Iterator[str]:
         """Yield the parameters of layers with `sparse=True` whose gradients are dense."""

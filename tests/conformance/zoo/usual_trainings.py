@@ -237,3 +237,46 @@ class TableOnHost(ZooTask):
         if model.training:
             self.losses[places] = 0.5 * self.losses[places] + 0.5 * losses.detach().cpu()
         return (losses * before).mean()
+
+
+@feature(
+    "Calls",
+    "the worst twentieth of a batch left out, which in a rank's share is no sample",
+    declares=("the loss is no mean over samples",),
+    global_batch_size=22,
+    samples=198,
+)
+class WorstLeftOut(ZooTask):
+    def loss(self, model: nn.Module, batch: Any) -> Any:
+        x, y = batch
+        losses = functional.mse_loss(model(x), y, reduction="none").mean(1)
+        return losses.sort().values[: len(x) - int(0.05 * len(x))].mean()
+
+
+class LeavesOut(SGD):
+    """Leaves out parameters whose gradient is zero, momentum and decay included."""
+
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None and not parameter.grad.any():
+                    parameter.grad = None
+        return super().step(closure)
+
+
+@feature("Optimisers", "an optimiser that leaves out tensors whose gradient is zero")
+class ZerosLeftOut(ZooTask):
+    def build_model(self) -> nn.Module:
+        return nn.Sequential(
+            nn.Embedding(20, HIDDEN), nn.Tanh(), nn.Linear(HIDDEN, HIDDEN), nn.Linear(HIDDEN, OUT)
+        ).double()
+
+    def train_data(self) -> Any:
+        x, y = data()
+        return Samples((x[:, 0] > 0).long() + 10 * (torch.arange(len(x)) % 7 == 0), y)
+
+    def eval_data(self) -> Any:
+        return None
+
+    def build_optimizer(self, model: nn.Module) -> Optimizer:
+        return LeavesOut(model.parameters(), lr=0.1, momentum=0.9, weight_decay=0.01)

@@ -1,5 +1,6 @@
 """Resolution of a spec: flags over environment over TOML over the task's defaults, all faults at once."""
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -285,6 +286,24 @@ def _validate(draft: _Draft, strategies: StrategyTable[StrategyTraits], own: Own
     return spec if has_task else None
 
 
+def _share_faults(draft: _Draft, spec: RunSpec, num_alike: int) -> list[str]:
+    """Refuse a batch of which some devices would have no sample.
+
+    Args:
+        draft: The settings.
+        spec: The same as a spec.
+        num_alike: Number of devices that work on the same samples.
+    """
+    num_shares = spec.num_devices // num_alike
+    if spec.global_batch_size >= num_shares:
+        return []
+    shares = f"{num_shares} devices" if num_alike == 1 else f"{num_shares} groups of {num_alike} devices"
+    return [
+        f"{_origin(draft, 'global_batch_size')}: global_batch_size is {spec.global_batch_size}, less than one sample"
+        f" for each of {shares}: raise it to at least {num_shares} or lower nproc"
+    ]
+
+
 def _strategy_faults(
     draft: _Draft, spec: RunSpec, strategies: Mapping[str, StrategyTraits], bad: set[str]
 ) -> list[str]:
@@ -297,11 +316,16 @@ def _strategy_faults(
             f"{_origin(draft, 'strategy')}: strategy {spec.strategy} uses one device but {spec.counted_devices}:"
             f" choose {many}, or say {cure}"
         )
-    if spec.mesh is not None and not bad & {"mesh", "nproc", "nnodes"}:
+    if not bad & {"mesh", "nproc", "nnodes"}:
         try:
-            parse_mesh(spec.mesh, traits.mesh_axes, spec.num_devices, spec.counted_devices, main=traits.main_axis)
+            axes = parse_mesh(
+                spec.mesh, traits.mesh_axes, spec.num_devices, spec.counted_devices, main=traits.main_axis
+            )
         except ValueError as error:
             faults.append(f"{_origin(draft, 'mesh')}: {error}")
+        else:
+            if "global_batch_size" not in bad:
+                faults += _share_faults(draft, spec, math.prod(axes[axis] for axis in traits.alike_axes))
     for setting in sorted({name for row in strategies.values() for name in row.settings}):
         value = spec.setting(setting)
         is_default = value == field_of(setting).get_default(call_default_factory=True)

@@ -32,15 +32,6 @@ RULES = (
         ),
     ),
     Rule(
-        fields=("nproc", "nnodes", "global_batch_size"),
-        blame="global_batch_size",
-        is_broken=lambda spec: spec.global_batch_size < spec.num_devices,
-        fault=lambda spec: (
-            f"global_batch_size is {spec.global_batch_size}, less than one sample for each of {spec.num_devices}"
-            f" devices: raise it to at least {spec.num_devices} or lower nproc"
-        ),
-    ),
-    Rule(
         fields=("backend", "device"),
         blame="backend",
         is_broken=lambda spec: spec.backend == "nccl" and spec.device == "cpu",

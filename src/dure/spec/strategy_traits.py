@@ -29,6 +29,10 @@ class StrategyTraits(Protocol):
     def main_axis(self) -> str | None:
         """Axis that has all devices without `mesh`; None for the last one."""
 
+    @property
+    def alike_axes(self) -> tuple[str, ...]:
+        """Axes along which all devices work on the same samples."""
+
     def option_class(self) -> type[StrategyOptions]:
         """Return the model of its own options."""
 

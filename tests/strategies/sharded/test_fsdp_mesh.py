@@ -190,3 +190,21 @@ def test_start_says_what_is_divided_and_how():
     lines = on_ranks(4, work)[0]
     assert lines[0].endswith("of parameters in 2 shard(s), of what each of 2 ranks of a tensor group has")
     assert "row (input features divided, the output added up): 2" in lines
+
+
+@pytest.mark.parametrize(
+    ("strategy", "num_ranks", "mesh"),
+    [("tensor_parallel", 3, None), ("pipeline", 3, None), ("fsdp", 4, "shard=2,tensor=2")],
+)
+def test_batch_may_be_smaller_than_the_ranks_if_some_work_on_the_same_samples(
+    strategy, num_ranks, mesh, trained, tmp_path
+):
+    steps = {**ZOO_STEPS, "global_batch_size": 2, "samples": 6}
+    run = train_case(tmp_path, ZooTask(), strategy, num_ranks, mesh=mesh, **steps)
+    assert largest_difference(weights_of(run), weights_of(trained(ZooTask(), **steps))) < TO_ROUNDING
+
+
+def test_batch_that_is_smaller_than_the_groups_of_ranks_is_refused(tmp_path):
+    sentence = "less than one sample for each of 2 groups of 2 devices: raise it to at least 2 or lower nproc"
+    with pytest.raises(DureError, match=sentence):
+        train_case(tmp_path, ZooTask(), "fsdp", 4, mesh="shard=2,tensor=2", **{**ZOO_STEPS, "global_batch_size": 1})

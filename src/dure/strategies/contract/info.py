@@ -40,6 +40,8 @@ class StrategyInfo:
     """Axes that `--mesh` may name, outermost first."""
     main_axis: str | None = None
     """Axis that has all ranks without `--mesh`; None for the last one."""
+    alike_axes: tuple[str, ...] = ()
+    """Axes along which all ranks work on the same samples."""
     extra_processes: str = ""
     """Name of the option that counts processes in addition to the `nproc` devices (parameter servers); its default is
     the number of devices.

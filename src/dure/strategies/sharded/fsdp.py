@@ -130,6 +130,11 @@ class FSDP(ShardedStrategy):
         axes = _axes(spec, spec.num_devices)
         if axes["tensor"] > 1:
             faults += _tensor_faults(model, spec, axes["tensor"])
+        elif options.tensor_plan is not None:
+            faults.append(
+                "tensor_plan says what the axis tensor of the mesh divides, which has one rank: name it, as in --mesh "
+                "shard=2,tensor=2, or leave the plan out"
+            )
         num_shards = axes["shard"]
         if options.reshard_size is not None and (
             num_shards % options.reshard_size or options.reshard_size == num_shards

@@ -1,5 +1,6 @@
 """Trials of optimisers: which of them may be given a part of their parameters."""
 
+import warnings
 from functools import partial
 from itertools import pairwise
 from types import SimpleNamespace
@@ -143,6 +144,16 @@ class Chained(optim.SGD):
         super().step()
         for one, other in pairwise(self.param_groups[0]["params"]):
             one.data.add_(other.data.sum())
+
+
+class Warns(optim.SGD):
+    def step(self, closure=None):
+        warnings.warn("its rate is low", stacklevel=2)
+        return super().step(closure)
+
+
+def test_optimiser_when_it_warns_then_that_is_no_fault_though_warnings_are_errors():
+    assert reason_not_to_cut(Warns(model().parameters(), lr=1e-9)) is None
 
 
 def test_optimiser_when_it_takes_sparse_gradients_alone_then_it_is_tried_with_those():

@@ -8,6 +8,7 @@ and never by time, because all ranks must come to the same result.
 import copy
 import inspect
 import io
+import warnings
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext, redirect_stdout, suppress
@@ -499,9 +500,9 @@ class _Trial:
                     for key, value in small.items()
                 }
         counters = StepCounters(self._landmarks) if self._landmarks else None
-        # what an optimiser says of its thousandth step is not true
+        # what an optimiser says of its thousandth step is not true, and its warnings come in training too
         silence = _AS_IT_IS if counters is None else redirect_stdout(io.StringIO())
-        with within, silence:
+        with within, silence, warnings.catch_warnings(action="ignore"):
             for number, gradients in enumerate(self._gradients):
                 if counters is not None:
                     counters.before_step(self._optimizer, number)

@@ -2,6 +2,7 @@
 
 import argparse
 import functools
+import importlib
 import itertools
 import logging
 import multiprocessing
@@ -20,6 +21,7 @@ import pytest
 import torch
 from torch import nn
 
+from dure.strategies.state.objects.namespaces import is_users
 from dure.strategies.state.objects.object_state import ObjectState
 from dure.strategies.state.objects.state_places import comparable
 from dure.strategies.state.objects.used_globals import used_globals
@@ -275,6 +277,17 @@ class Global:
         COUNT += 1
         type(self).calls += 1
         return np.zeros(1)
+
+
+def test_library_when_it_is_in_a_folder_of_pip_target_then_its_classes_are_not_the_users(tmp_path, monkeypatch):
+    for name in ("far_library", "near_module"):
+        (tmp_path / f"{name}.py").write_text("class Thing:\n    pass\n")
+    record = tmp_path / "far_library-1.0.dist-info" / "RECORD"
+    record.parent.mkdir()
+    record.write_text("far_library.py,,\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    names = ("far_library", "near_module")
+    assert [is_users(importlib.import_module(name).Thing) for name in names] == [False, True]
 
 
 def test_global_variables_that_a_class_uses_are_found_and_modules_and_functions_left_out():

@@ -12,6 +12,8 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
+from dure.failures.frames import is_installed, is_of_engine
+
 ATOMS = (type(None), bool, int, float, complex, str, bytes, Enum, torch.dtype, torch.device, torch.Size, range, slice)
 """Kinds of values that never change."""
 SEALED = (type, types.ModuleType, types.FunctionType, types.BuiltinFunctionType, types.MethodType, Dataset, DataLoader)
@@ -268,4 +270,5 @@ def is_users_module(module: types.ModuleType) -> bool:
     """Return whether a module is neither dure's nor a library's."""
     package = module.__name__.partition(".")[0]
     is_library = package in ("dure", "torch") or (package in sys.stdlib_module_names and package != "__main__")
-    return not is_library and "-packages" not in (getattr(module, "__file__", None) or "")
+    file = getattr(module, "__file__", None) or ""
+    return not (is_library or is_installed(file) or is_of_engine(file))

@@ -1,5 +1,7 @@
 """Meshes of fsdp with an axis `tensor`: ranks with the same samples divide layers, and others divide these parts."""
 
+import json
+
 import pytest
 import torch
 from torch import nn
@@ -209,3 +211,18 @@ def test_batch_that_is_smaller_than_the_groups_of_ranks_is_refused(tmp_path):
     sentence = "less than one sample for each of 2 groups of 2 devices: raise it to at least 2 or lower nproc"
     with pytest.raises(DureError, match=sentence):
         train_case(tmp_path, ZooTask(), "fsdp", 4, mesh="shard=2,tensor=2", **{**ZOO_STEPS, "global_batch_size": 1})
+
+
+@pytest.mark.parametrize(
+    ("mesh", "precision", "declared"),
+    [
+        ("tensor=2", "fp32", []),
+        ("tensor=2", "bf16", ["bf16 and fp16"]),
+        ("shard=2", "fp32", ["random numbers in model"]),
+    ],
+)
+def test_differences_are_declared_where_there_are_any(mesh, precision, declared, tmp_path):
+    task = Regression(dtype="float32", dropout=0.3, layered=True)
+    run = train_case(tmp_path, task, "fsdp", 2, mesh=mesh, precision=precision, global_batch_size=7, samples=14)
+    found = json.loads((run / "summary.json").read_text())["not_preserved"]
+    assert [text[: len(word)] for text, word in zip(found, declared, strict=True)] == declared

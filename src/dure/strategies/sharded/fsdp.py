@@ -511,11 +511,17 @@ class FSDP(ShardedStrategy):
             module.reshard()
 
     def declared_by_row(self, found: Findings) -> list[str]:
-        """Return the row's declarations: with one share of the data batches and draws are those of one device."""
-        texts = super().declared_by_row(found)
+        """Return the row's declarations: with one share of the data, statistics and draws are those of one device."""
         has_own_draws = self.division is not None and self.division.values.have_own_draws
-        is_inside = {text: text.startswith("random numbers inside") for text in texts}
-        return [text for text in texts if (has_own_draws if is_inside[text] else self.share.count > 1)]
+        return [
+            text
+            for text in super().declared_by_row(found)
+            if (
+                has_own_draws
+                if text.startswith("random numbers inside")
+                else self.share.count > 1 or not text.startswith(("BatchNorm", "random numbers"))
+            )
+        ]
 
     def not_preserved(self) -> list[str]:
         """Return the differences from the one-device run; those of half precision only if it is used."""

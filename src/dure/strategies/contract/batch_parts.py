@@ -71,10 +71,6 @@ class BatchParts:
         """Return the samples of each part of a batch on which the loss is called; the model may be called on less."""
         return self.of(num_samples)
 
-    def calls_per_copy(self) -> int:
-        """Return the maximum number of times that one copy of the task's state sees a call of the loss in one step."""
-        return self.calls_per_step()
-
     def calls_per_step(self) -> int:
         """Return the maximum number of times that this process calls the loss in one step."""
         return -(-len(self.of_loss(self.spec.global_batch_size)) // self.num_shares)

@@ -26,8 +26,8 @@ class BatchDivision:
     num_parts: int
     num_microbatches: int
     """Parts that are collated on their own, over all ranks."""
-    calls_per_copy: int
-    """Maximum calls of the loss in one step that one copy of the task's state sees."""
+    calls_per_step: int
+    """Maximum calls of the loss in one process and step."""
     is_one_share: bool
     """True if the ranks do not divide the batch."""
     is_loss_whole: bool
@@ -119,11 +119,11 @@ def by_compilation(spec: RunSpec, traits: LossTraits) -> list[str]:
 def by_division(division: BatchDivision, traits: LossTraits, found: Findings, declared: Sequence[str]) -> list[str]:
     """Return the differences that follow from dividing a batch, without those that are declared already."""
     parts = division.num_parts
-    if parts == division.calls_per_copy == 1:
+    if parts == division.calls_per_step == 1:
         return []
     if division.is_loss_whole:
         traits = _of_model(traits)
-    several_calls = division.calls_per_copy > 1
+    several_calls = division.calls_per_step > 1
     owner = "each microbatch's own" if division.is_one_device else "each rank's own"
     texts = []
     if (reason := traits.reason_unknown or traits.unknown_phase) is not None:

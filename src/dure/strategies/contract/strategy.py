@@ -313,7 +313,7 @@ class Strategy(ABC):
         division = BatchDivision(
             num_parts=len(self.parts.of(self.spec.global_batch_size)),
             num_microbatches=len(self.parts.microbatches(self.spec.global_batch_size)),
-            calls_per_copy=self.parts.calls_per_copy(),
+            calls_per_step=self.parts.calls_per_step(),
             is_one_share=self.share.count == 1,
             is_loss_whole=self.is_loss_whole,
             is_one_device=self.share.count * len(self.devices) == 1,

@@ -47,10 +47,6 @@ class UnevenParts(BatchParts):
         """Return the samples of each device in one microbatch."""
         return shares(num_samples, len(self.fractions), self.fractions)
 
-    def calls_per_copy(self) -> int:
-        """Return the number of microbatches, because every device has a copy of its own."""
-        return len(self.microbatches(self.spec.global_batch_size))
-
     def process_size(self, microbatch_size: int) -> int:
         """Return the samples of a microbatch of which no device gets more than `microbatch_size`."""
         return max(1, int(microbatch_size / max(self.fractions)))

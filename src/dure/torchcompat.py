@@ -1365,7 +1365,7 @@ def library_for_another_torch(error: BaseException) -> str | None:
     """Return a sentence about a library that is incompatible with this torch, if that caused the error, or None."""
     if not _SIGNS_OF_ANOTHER_TORCH.search(message_of(error)):
         return None
-    files = [frame.filename for frame in traceback.extract_tb(error.__traceback__)]
+    files = [frame.f_code.co_filename for frame, _ in traceback.walk_tb(error.__traceback__)]
     inside = [found[-1] for file in files if (found := re.findall(r"/(?:site|dist)-packages/([^/.]+)", file))]
     name = next((name for name in reversed(inside) if name not in ("torch", "dure")), None)
     if name is None:

@@ -46,3 +46,30 @@ def test_package_when_pip_put_it_into_a_folder_then_it_is_installed_and_its_neig
     monkeypatch.syspath_prepend(str(tmp_path))
     files = [f"{tmp_path}/{name}" for name in ("timm/layers/norm.py", "six.py", "task.py", "mine/timm.py")]
     assert [frames.is_installed(file) for file in files] == [True, True, False, False]
+
+
+def test_code_when_its_file_has_no_end_then_its_traceback_does_not_read_it(tmp_path: Path) -> None:
+    # a child: what reads such a file reads on until memory is exhausted
+    code = """
+import resource
+from dure.failures.frames import format_error, is_raise, frames_of, traceback_in_user_code
+from dure.failures.report import describe_failure
+
+resource.setrlimit(resource.RLIMIT_AS, (8 << 30, 8 << 30))
+
+def fail():
+    exec(compile("def run():\\n  1 / 0\\nrun()", "/dev/zero", "exec"), {})
+
+try:
+    try:
+        fail()
+    except ZeroDivisionError as error:
+        raise ExceptionGroup("many", [error]) from error
+except ExceptionGroup as group:
+    print(traceback_in_user_code(group.exceptions[0]), is_raise(frames_of(group.exceptions[0])[-1]))
+    print(describe_failure(group, 0, None).traceback)
+"""
+    shown = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert shown.returncode == 0, shown.stderr[-1000:]
+    assert "/dev/zero" in shown.stdout
+    assert "ZeroDivisionError: division by zero False" in shown.stdout

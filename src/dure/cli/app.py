@@ -120,8 +120,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _is_of_torch(error: ImportError) -> bool:
     """Return whether torch itself could not be imported; an error of a task's own import does not get here."""
-    *_, last = traceback.extract_tb(error.__traceback__)
-    return error.name == "torch" or last.filename.endswith(f"{os.sep}torch{os.sep}__init__.py")
+    *_, (last, _) = traceback.walk_tb(error.__traceback__)
+    return error.name == "torch" or last.f_code.co_filename.endswith(f"{os.sep}torch{os.sep}__init__.py")
 
 
 def _is_stdout_full() -> bool:

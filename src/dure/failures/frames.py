@@ -4,10 +4,11 @@ import functools
 import importlib.util
 import linecache
 import os
+import stat
 import sys
 import sysconfig
 import traceback
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import pairwise
@@ -106,9 +107,52 @@ def users_first(files: list[str]) -> list[int]:
     return [index for index in foreign if not is_installed(files[index])] or foreign
 
 
+def frames_of(error: BaseException) -> list[traceback.FrameSummary]:
+    """Return the frames of an exception's traceback, the innermost last."""
+    _leave_devices_unread(_files_of(error))
+    return list(traceback.extract_tb(error.__traceback__))
+
+
+def format_error(error: BaseException) -> str:
+    """Format an exception as Python does, with those that it was raised from or in."""
+    _leave_devices_unread(_files_of(error))
+    return "".join(traceback.format_exception(error))
+
+
+def source_line(file: str, number: int) -> str:
+    """Return a line of a file, with its end; an empty text if there is none."""
+    _leave_devices_unread([file])
+    return linecache.getline(file, number)
+
+
+def _files_of(error: BaseException) -> set[str]:
+    files: set[str] = set()
+    seen: set[int] = set()
+    waiting: list[BaseException | None] = [error]
+    while waiting:
+        one = waiting.pop()
+        if one is not None and id(one) not in seen:
+            seen.add(id(one))
+            files.update(frame.f_code.co_filename for frame, _ in traceback.walk_tb(one.__traceback__))
+            waiting += [one.__cause__, one.__context__]
+            waiting += one.exceptions if isinstance(one, BaseExceptionGroup) else ()
+    return files
+
+
+def _leave_devices_unread(files: Iterable[str]) -> None:
+    """Keep `linecache`, and with it `traceback`, from files that may have no end, such as `/dev/zero` or a pipe.
+
+    Code from `compile` has any file name that it is given.
+    """
+    for file in files:
+        with suppress(OSError, ValueError):  # there is no such file, or its name has a null byte
+            if not stat.S_ISREG(os.stat(file).st_mode):
+                linecache.cache[file] = (0, None, [], file)  # what has no time of change is not read again
+
+
 def is_raise(frame: traceback.FrameSummary) -> bool:
     """Return whether a frame of a traceback is at a `raise` statement, and not at a call of native code that raised."""
-    line = linecache.getline(frame.filename, frame.lineno or 0)
+    line = source_line(frame.filename, frame.lineno or 0)
     return line.encode()[frame.colno or 0 :].lstrip().startswith(b"raise")
 
 
@@ -143,7 +187,7 @@ def traceback_in_user_code(error: BaseException) -> str:
 
     Frames of libraries between the user's own are omitted; if there are no frames of the user, they are shown.
     """
-    frames = [] if isinstance(error, SyntaxError) else list(traceback.extract_tb(error.__traceback__))
+    frames = [] if isinstance(error, SyntaxError) else frames_of(error)
     frames = [frame for frame in frames if not frame.filename.startswith((OWN_ROOT, "<frozen", "<string>"))]
     kept = [frame for frame in frames if not is_installed(frame.filename)] or frames
     shown = [

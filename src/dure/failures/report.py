@@ -27,6 +27,8 @@ from dure.errors import (
 from dure.failures.device_errors import AskDriver, DeviceError, device_error
 from dure.failures.frames import (
     OWN_ROOT,
+    format_error,
+    frames_of,
     is_foreign,
     is_raise,
     own_file,
@@ -141,7 +143,7 @@ def describe_failure(
         go_back_to=error.go_back_to if isinstance(error, ReplicasDiverged) else None,
         user_line=line,
         user_traceback=None if shown is None else _shortened(shown),
-        traceback=_shortened("".join(traceback.format_exception(error))),
+        traceback=_shortened(format_error(error)),
     )
 
 
@@ -229,7 +231,7 @@ def _reports_peer(error: BaseException) -> bool:
 
 def _is_raised_by_user(error: BaseException) -> bool:
     """Return whether a line of the task, or of a library other than torch, raised an exception by its own statement."""
-    frames = traceback.extract_tb(error.__traceback__)
+    frames = frames_of(error)
     return bool(frames) and is_foreign(frames[-1].filename) and is_raise(frames[-1])
 
 
@@ -299,7 +301,7 @@ def _worded(error: BaseException) -> tuple[str, str, str | None]:
 
 
 def _is_in_evaluation(error: BaseException) -> bool:
-    return any(frame.filename == _EVALUATION for frame in traceback.extract_tb(error.__traceback__))
+    return any(frame.filename == _EVALUATION for frame in frames_of(error))
 
 
 def _is_out_of_memory(error: BaseException) -> bool:
@@ -330,7 +332,7 @@ def _is_loader_lost(error: BaseException) -> bool:
 
 def _is_in_loader(error: BaseException) -> bool:
     """Return whether torch's loader raised an exception in this process, and not a sample that it read."""
-    files = [frame.filename for frame in traceback.extract_tb(error.__traceback__)]
+    files = [frame.filename for frame in frames_of(error)]
     loader = next((file for file in reversed(files) if is_foreign(file) or _LOADER in file), "")
     return _LOADER in loader
 
@@ -355,7 +357,7 @@ def _user_line(error: BaseException) -> CodeLine | None:
             for m in _FRAME.finditer(message)
         ]
     else:
-        frames = [*traceback.extract_tb(error.__traceback__), *_unreadable_line(error)]
+        frames = [*frames_of(error), *_unreadable_line(error)]
     chosen = users_first([frame.filename for frame in frames])
     if not chosen:
         return None
@@ -375,7 +377,7 @@ def _origin(error: BaseException) -> Literal["library", "dure"]:
 
     Native code leaves no frame: an error of torch's (a RuntimeError) seems to come from the line that called it.
     """
-    frames = traceback.extract_tb(error.__traceback__)
+    frames = frames_of(error)
     if not frames or not frames[-1].filename.startswith(OWN_ROOT):
         return "library" if frames else "dure"
     is_native = isinstance(error, RuntimeError) and not is_raise(frames[-1])

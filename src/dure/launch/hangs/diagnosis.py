@@ -1,6 +1,5 @@
 """Diagnosis of a hang from the states of all ranks: who waits in which call and line, and where the others are."""
 
-import linecache
 import os
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -10,7 +9,7 @@ from typing import Any
 
 from dure.checked import record_from_json
 from dure.errors import DureError
-from dure.failures.frames import OWN_ROOT, Frame, users_frame
+from dure.failures.frames import OWN_ROOT, Frame, source_line, users_frame
 from dure.launch.hangs.rank_state import RankState
 from dure.launch.hangs.waits import (
     BUSY_FRACTION,
@@ -367,5 +366,5 @@ def _at(line: Frame | None) -> str:
 
 
 def _source(line: Frame | None) -> str:
-    text = "" if line is None else linecache.getline(line.file, line.line).strip()
+    text = "" if line is None else source_line(line.file, line.line).strip()
     return text if len(text) <= _MOST_TEXT else f"{text[:_MOST_TEXT]}…"

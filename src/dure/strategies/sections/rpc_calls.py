@@ -1,6 +1,5 @@
 """Messages between the ranks of an rpc_model: a call of the model, and a section's result."""
 
-import traceback
 from collections.abc import Iterable
 from typing import Any, NamedTuple
 
@@ -8,6 +7,7 @@ import torch
 from torch import Tensor
 
 from dure.errors import FAILED, DureError, message_of
+from dure.failures.frames import format_error, frames_of
 from dure.strategies.contract.batches import map_tensors
 from dure.strategies.sections.values import Description
 from dure.terminal import print_traceback
@@ -43,10 +43,10 @@ class Failed(NamedTuple):
     @classmethod
     def of(cls, rank: int, error: Exception) -> "Failed":
         """Return the failure of a rank; the traceback is written to this rank's log."""
-        print_traceback("".join(traceback.format_exception(error)))
+        print_traceback(format_error(error))
         if isinstance(error, DureError):
             return cls(str(error), error.exit_code)
-        last = traceback.extract_tb(error.__traceback__)[-1]
+        last = frames_of(error)[-1]
         where = f"{last.filename}:{last.lineno} in {last.name}: {last.line}"
         return cls(f"rank {rank} failed in its section: {type(error).__name__}: {message_of(error)}\n  {where}", FAILED)
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from dure.documents import DocumentInvalid
-from dure.failures.record import failure_file, failure_from_json, failure_to_json, read_failure
+from dure.failures.record import CodeLine, failure_file, failure_from_json, failure_to_json, read_failure
 from tests.record_cases import LINE, failure_of
 
 WHOLE = failure_to_json(failure_of(user_line=LINE, advice="wait", microbatch_size=3))
@@ -49,3 +49,9 @@ def test_failure_when_it_is_no_record_then_it_is_refused(found: Any, tmp_path: P
     (tmp_path / "logs").mkdir()
     (tmp_path / failure_file(1)).write_text(json.dumps(found))
     assert read_failure(tmp_path, 1) is None
+
+
+@pytest.mark.parametrize("text", [None, ""])
+def test_line_when_its_text_cannot_be_read_then_only_its_place_is_shown(text: str | None) -> None:
+    line = CodeLine(file="gone.py", line=6, function="main", text=text)
+    assert str(line) == "gone.py:6 in main"

@@ -31,8 +31,9 @@ class CodeLine:
         return f"{from_here(self.file)}:{self.line}"
 
     def __str__(self) -> str:
-        """Return location and text of the line."""
-        return f"{self.place} in {self.function}: {self.text}"
+        """Return location and text of the line, if it can be read."""
+        where = f"{self.place} in {self.function}"
+        return f"{where}: {self.text}" if self.text else where
 
 
 @dataclass(frozen=True, kw_only=True)

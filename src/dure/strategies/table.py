@@ -19,6 +19,7 @@ COMPILED = ("compile", "compile_mode")
 """Settings of strategies whose model, or parts of it, `torch.compile` can compile."""
 _HOOKS = "step hooks of the optimiser: each rank's run on its own weights, between averagings too"
 _RANDOM = "random numbers in model and loss (dropout): other draws than on one device (augmentation is the same)"
+_RANDOM_IN_HEADS = "random numbers inside scaled_dot_product_attention (dropout): the same draws for each rank's heads"
 _BETWEEN_AVERAGINGS = (
     "loss and its record: between averagings each rank's own",
     "clipping: by the norm of each rank's own gradient",
@@ -184,7 +185,7 @@ STRATEGIES = Strategies(
                 _BATCHNORM.format(unit="rank"),
                 _RANDOM,
                 "bf16 and fp16: a unit without BatchNorm computes in them throughout, its norms too",
-                "random numbers inside scaled_dot_product_attention (dropout): the same draws for each rank's heads",
+                _RANDOM_IN_HEADS,
             ),
             needs="an optimiser that steps each element by itself; units that all ranks run, in one order",
             sent_bytes=(
@@ -234,12 +235,13 @@ STRATEGIES = Strategies(
             implementation="dure.strategies.pipeline.pipeline:Pipeline",
             options="dure.strategies.pipeline.options:PipelineOptions",
             summary="the model in stages on several ranks, which work on different microbatches at once",
-            divides="the model: consecutive blocks on each rank, cut where measured cost is even or by cuts",
+            divides="the model: consecutive blocks on each rank, their layers over the axis tensor, the batch over data",
             synchronises="every microbatch: activations from stage to stage, their gradients back",
             preserves="weights after every step (to rounding), sample order, evaluation",
             does_not_preserve=(
                 "BatchNorm: statistics of each microbatch (as with the same --microbatch-size on one device)",
                 _RANDOM,
+                _RANDOM_IN_HEADS,
             ),
             needs=(
                 "a model that is a chain of blocks, no weight shared over a cut, called once by the loss; enough "
@@ -247,19 +249,21 @@ STRATEGIES = Strategies(
             ),
             sent_bytes=(
                 "per microbatch, A_k the activations at cut k: rank k A_(k+1) forward and A_k back; all together "
-                "2 (A_1 + ... + A_(VP-1)); with D pipelines also 2 (D-1)/D G of its own stages per step"
+                "2 (A_1 + ... + A_(VP-1)); with D pipelines also 2 (D-1)/D G of its own stages per step; with T tensor "
+                "ranks each of them sends that for its part of G, and layers send as in tensor_parallel"
             ),
             memory=(
                 "W + G + S of its own stages, the batch, and A(microbatch) of each microbatch on its way: at most P of "
-                "them with 1f1b, all of them with gpipe"
+                "them with 1f1b, all of them with gpipe; with T tensor ranks a T-th of what they divide"
             ),
             settings=(
                 "on_nonfinite",
                 *REPLICAS,
                 *COMPILED,
             ),
-            mesh_axes=("data", "pipeline"),
-            alike_axes=("pipeline",),
+            mesh_axes=("data", "pipeline", "tensor"),
+            main_axis="pipeline",
+            alike_axes=("pipeline", "tensor"),
             right_when="the model does not fit one device, and links are too slow to gather its parameters (fsdp)",
             one_process=False,
             checks_model=True,
@@ -386,7 +390,7 @@ STRATEGIES = Strategies(
             does_not_preserve=(
                 "BatchNorm: statistics of each data rank's own samples, rank 0's are kept",
                 "random numbers (dropout): other draws than on one device when there are several data ranks",
-                "random numbers inside scaled_dot_product_attention (dropout): the same draws for each rank's heads",
+                _RANDOM_IN_HEADS,
             ),
             needs="nn.Linear or nn.Embedding layers; an optimiser that steps each element by itself; fast links",
             sent_bytes=(

@@ -36,12 +36,15 @@ def prepared(
     loss: Callable[[nn.Module, Any], Tensor] = mean_square,
     build_optimizer: Callable[[nn.Module], Optimizer] = adamw,
     precision: str = "fp32",
+    example: Tensor | None = None,
     **options: Any,
 ) -> Any:
-    """Return a strategy over a model, ready to step."""
+    """Return a strategy over a model, ready to step; `example` is for those that try the model before."""
     cls = load_strategy(name)
     settings = spec_of(name, precision=precision, **options)
     strategy = cls(StrategyContext(STRATEGIES[name], group, (CPU,), Precision(precision, "cpu"), settings))
+    if example is not None:
+        strategy.example = lambda num_samples: example[:num_samples]
     strategy.prepare(model, build_optimizer, loss)
     return strategy
 

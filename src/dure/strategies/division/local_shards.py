@@ -11,7 +11,7 @@ import importlib
 import math
 import operator
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -25,6 +25,7 @@ from dure.comm.groups import Group
 from dure.errors import SpecInvalid, TaskInvalid
 from dure.strategies.contract.batches import map_tensors
 from dure.strategies.contract.declarations import few
+from dure.strategies.contract.loss_traits import LossTraits
 from dure.strategies.contract.replica_state import ReplicaState, replica_state
 from dure.strategies.contract.strategy import Strategy
 from dure.strategies.contract.watch.parameter_watch import freezing_fault
@@ -40,11 +41,11 @@ _requires_grad = operator.attrgetter("requires_grad")
 class LocalShards:
     """Plain local tensors in place of DTensors in an optimiser."""
 
-    def __init__(self, parameters: Iterable[nn.Parameter], optimizer: Optimizer) -> None:
+    def __init__(self, named: Iterable[tuple[str, nn.Parameter]], optimizer: Optimizer) -> None:
         """Put local tensors into the optimiser, its groups and its state.
 
         Args:
-            parameters: All trained parameters, DTensors or not, in the optimiser or not.
+            named: Parameters, DTensors or not, in the optimiser or not, with their names.
             optimizer: Optimiser over some of them.
         """
         self._optimizer = optimizer
@@ -53,9 +54,15 @@ class LocalShards:
         self._locals: dict[int, nn.Parameter] = {}
         """Local tensors by the ids of their DTensors."""
         self.parameters: list[nn.Parameter] = []
-        """Local tensors, and parameters that are not DTensors, in the order of the model."""
-        for parameter in parameters:
+        """Local tensors of the trained parameters, or those that are not DTensors themselves, in the given order."""
+        self.named: list[tuple[str, Tensor]] = []
+        """This rank's shards of all parameters, trained or frozen."""
+        for name, parameter in named:
+            if not parameter.requires_grad:
+                self.named.append((name, _local(parameter).detach()))
+                continue
             self.parameters.append(self._local_of(parameter) if isinstance(parameter, DTensor) else parameter)
+            self.named.append((name, self.parameters[-1]))
         self._exchange(self._locals, lambda parameter, value: _to_local(value))
 
     def _local_of(self, parameter: DTensor) -> nn.Parameter:
@@ -65,14 +72,18 @@ class LocalShards:
         self._wholes[id(local)], self._locals[id(parameter)] = parameter, local  # type: ignore[assignment]
         return local
 
-    @property
-    def is_any_frozen(self) -> bool:
-        """True if a local tensor, which only the optimiser's groups show to the task, does not require a gradient."""
-        return not all(map(_requires_grad, self._locals.values()))
+    def refuse_frozen(self, strategy: str) -> None:
+        """Refuse local tensors that the task has frozen by the optimiser's groups: the model has others.
 
-    def is_frozen(self, local: Tensor) -> bool:
-        """Return whether a tensor is such a one."""
-        return id(local) in self._wholes and not local.requires_grad
+        Args:
+            strategy: Name of the strategy.
+
+        Raises:
+            TaskInvalid: Names the parameters.
+        """
+        if not all(map(_requires_grad, self._locals.values())):
+            names = [name for name, local in self.named if id(local) in self._wholes and not local.requires_grad]
+            raise TaskInvalid(freezing_fault(names, "froze", strategy))
 
     def axes_of(self, local: Tensor) -> tuple[str, ...]:
         """Return the axes of the mesh along which other ranks have other shards; none for a whole parameter."""
@@ -92,6 +103,43 @@ class LocalShards:
             local.grad = gradient.to_local()
             whole.grad = None
 
+    def square_of_norm(
+        self,
+        parameters: Iterable[nn.Parameter],
+        groups: Mapping[str, Group],
+        *,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> Tensor:
+        """Return the square of the norm of the whole gradients.
+
+        Communication: for each group one blocking all_reduce of a number for each way of division.
+
+        Args:
+            parameters: Local tensors of some parameters.
+            groups: Groups by the axes of the mesh along which parameters may be divided.
+            dtype: Dtype of the result; float64 if the device has it, because a square may overflow float32.
+            device: Device of the result.
+        """
+        gradients: dict[tuple[str, ...], list[Tensor]] = {}
+        for parameter in parameters:
+            of_these = gradients.setdefault(self.axes_of(parameter), [])
+            if parameter.grad is not None:
+                of_these.append(parameter.grad)
+        if not gradients:
+            return torch.zeros((), dtype=dtype, device=device)
+        squares = torch.zeros(len(gradients), dtype=dtype, device=device)
+        for position, some in enumerate(gradients.values()):
+            if some:
+                squares[position] = nn.utils.get_total_norm(some).to(squares).square()
+        for axis, group in groups.items():
+            # where a gradient is whole along the axis, every rank has its square
+            is_divided = torch.tensor([axis in axes for axes in gradients], device=device)
+            summed = squares * is_divided
+            group.all_reduce_sum(summed)
+            squares = torch.where(is_divided, summed, squares)
+        return squares.sum()
+
     @contextmanager
     def whole(self) -> Iterator[None]:
         """Put the DTensors themselves into the optimiser, as the model's names and a checkpoint's shards need them."""
@@ -102,6 +150,8 @@ class LocalShards:
             self._exchange(self._locals, lambda parameter, value: _to_local(value))
 
     def _exchange(self, others: dict[int, nn.Parameter], convert: Callable[[nn.Parameter, Any], Any]) -> None:
+        if not others:
+            return  # the groups' lists stay the same objects, which some optimisers hold
         for group in self._optimizer.param_groups:
             group["params"] = [others.get(id(parameter), parameter) for parameter in group["params"]]
         state: defaultdict[Any, Any] = defaultdict(dict)
@@ -127,6 +177,36 @@ def _to_local(state: Any) -> Any:
     return map_tensors(state, lambda value: value.to_local() if isinstance(value, DTensor) else value)
 
 
+def faults_of_cutting(optimizer: Optimizer) -> list[str]:
+    """Return a fault if an optimiser's step of an element depends on the rest of its tensor, which other ranks have."""
+    if fault := fault_of_hooks(optimizer):
+        return [fault]
+    reason = reason_not_to_cut(optimizer)
+    if reason is None:
+        return []
+    return [
+        f"the optimiser {type(optimizer).__name__} cannot step a part of a parameter, because {reason}: use one that "
+        "steps each element by itself, such as AdamW or SGD, or --strategy ddp"
+    ]
+
+
+def faults_of_shards(model: nn.Module, traits: LossTraits) -> list[str]:
+    """Return faults of hooks and attributes of parameters, which their shards, other tensors, would lose silently."""
+    faults = []
+    parameters = dict(model.named_parameters())
+    if names := [name for name in traits.hooked_parameters if name in parameters]:
+        shown = ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
+        faults.append(f"there are hooks on parameters ({shown}), which their shards would not have: use ddp")
+    state = (*traits.learned_state, *traits.counted_state)
+    of_parameters = tuple(f"model.{name}." for name in parameters)
+    if set_on := [path for path in state if path.startswith(of_parameters)]:
+        faults.append(
+            f"the task's loss sets {few(set_on)}, attributes of parameters, and the optimiser has other tensors in "
+            "their place: keep such state in the task, or use ddp"
+        )
+    return faults
+
+
 class ShardedStrategy(Strategy):
     """Base of strategies in which some or all parameters are DTensors.
 
@@ -146,32 +226,11 @@ class ShardedStrategy(Strategy):
     @classmethod
     def check_optimizer(cls, optimizer: Optimizer) -> list[str]:
         """Refuse an optimiser whose step of an element depends on the rest of its tensor, which other ranks have."""
-        if fault := fault_of_hooks(optimizer):
-            return [fault]
-        reason = reason_not_to_cut(optimizer)
-        name = type(optimizer).__name__
-        if reason is None:
-            return []
-        return [
-            f"the optimiser {name} cannot step a part of a parameter, because {reason}: use one that steps each "
-            "element by itself, such as AdamW or SGD, or --strategy ddp"
-        ]
+        return faults_of_cutting(optimizer)
 
     def check_traits(self, model: nn.Module) -> list[str]:
         """Refuse also hooks on parameters: shards are other tensors, which would lose them without an error."""
-        faults = super().check_traits(model)
-        parameters = dict(model.named_parameters())
-        if names := [name for name in self.traits.hooked_parameters if name in parameters]:
-            shown = ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
-            faults.append(f"there are hooks on parameters ({shown}), which their shards would not have: use ddp")
-        state = (*self.traits.learned_state, *self.traits.counted_state)
-        of_parameters = tuple(f"model.{name}." for name in parameters)
-        if set_on := [path for path in state if path.startswith(of_parameters)]:
-            faults.append(
-                f"the task's loss sets {few(set_on)}, attributes of parameters, and the optimiser has other tensors in "
-                "their place: keep such state in the task, or use ddp"
-            )
-        return faults
+        return super().check_traits(model) + faults_of_shards(model, self.traits)
 
     def distribute(self) -> None:
         """Give the optimiser local tensors, of which `trainable` consists from now on."""
@@ -179,20 +238,13 @@ class ShardedStrategy(Strategy):
             raise SpecInvalid([f"strategy is {self.info.name}: {fault}" for fault in faults])
         refuse_later_hooks(self.optimizer)
         super().distribute()
-        named = list(self.model.named_parameters())
-        frozen = [(name, _local(p).detach()) for name, p in named if not p.requires_grad]
-        self.shards = LocalShards(self.trainable, self.optimizer)
+        self.shards = LocalShards(self.model.named_parameters(), self.optimizer)
         self.trainable = self.shards.parameters
-        names = [name for name, p in named if p.requires_grad]
-        self._own: list[tuple[str, Tensor]] = [*zip(names, self.trainable, strict=True), *frozen]
-        """This rank's shards of all parameters."""
 
     def check_groups(self) -> None:
         """Refuse parameters of the optimiser's groups that the schedule has frozen: the model has others."""
         super().check_groups()
-        if self.shards.is_any_frozen:
-            names = [name for name, local in self._own if self.shards.is_frozen(local)]
-            raise TaskInvalid(freezing_fault(names, "froze", self.info.name))
+        self.shards.refuse_frozen(self.info.name)
 
     def unscale_gradients(self) -> None:
         """Unscale, and make every rank skip the step if any rank's gradient overflowed.
@@ -209,30 +261,15 @@ class ShardedStrategy(Strategy):
 
         Communication: for each of `shard_groups` one blocking all_reduce of a number for each way of division.
         """
-        gradients: dict[tuple[str, ...], list[Tensor]] = {self.shards.axes_of(p): [] for p in parameters}
-        for parameter in parameters:
-            if parameter.grad is not None:
-                gradients[self.shards.axes_of(parameter)].append(parameter.grad)
-        squares = torch.stack([self._square(some) for some in gradients.values()])
-        for axis, group in self.shard_groups.items():
-            # where a gradient is whole along the axis, every rank has its square
-            is_divided = torch.tensor([axis in axes for axes in gradients], device=squares.device)
-            summed = squares * is_divided
-            group.all_reduce_sum(summed)
-            squares = torch.where(is_divided, summed, squares)
-        first = next((gradient for some in gradients.values() for gradient in some), None)
+        square = self.shards.square_of_norm(parameters, self.shard_groups, dtype=self.sums.dtype, device=self.device)
+        first = next((parameter.grad for parameter in parameters if parameter.grad is not None), None)
         if first is not None:
-            nn.utils.clip_grads_with_norm_(parameters, most, squares.sum().sqrt().to(first))
-
-    def _square(self, gradients: list[Tensor]) -> Tensor:
-        # float64: the square of a norm may overflow float32
-        norm = nn.utils.get_total_norm(gradients) if gradients else torch.zeros(())
-        return norm.to(self.device, self.sums.dtype).square()
+            nn.utils.clip_grads_with_norm_(parameters, most, square.sqrt().to(first))
 
     def replica(self) -> ReplicaState:
         """Return this rank's shards; ranks at the same position in their `shard_groups` hold the same."""
         position = " of ".join(str(group.rank) for group in self.shard_groups.values())
-        return replica_state(f"shard {position}", self._own, self.optimizer)
+        return replica_state(f"shard {position}", self.shards.named, self.optimizer)
 
     def state_dict(self) -> StrategyState:
         """Return this rank's shards under the model's own names."""

@@ -17,3 +17,6 @@ class PipelineOptions(Buckets, SectionOptions):
     stages_per_rank: int | None = Field(
         None, gt=0, description="sections of each rank with the schedule interleaved (default 2)"
     )
+    tensor_plan: str | None = Field(
+        None, description="what the axis tensor of the mesh divides, as tensor-parallel.plan says it (default: found)"
+    )

@@ -3,9 +3,11 @@
 The engine is torch.distributed.pipelining, which runs the stages in the order of a schedule (`schedule`). dure adds:
 stages are cut out of any chain of blocks from outside (`sections.plan`, `sections.sectioned_model`), the task's loss is
 used unchanged, microbatches may have unequal sizes without padding (`sections.values`), and losses are weighted so that
-gradients are only added. Along the other axis of the mesh, whole pipelines share each batch as ranks of ddp do.
+gradients are only added. Along the axis `data` of the mesh, whole pipelines share each batch as ranks of ddp do. Along
+its axis `tensor`, ranks with the same stages work on the same samples and divide layers as `tensor_parallel` does.
 """
 
+import functools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
@@ -24,12 +26,13 @@ from dure.spec.mesh import parse_mesh
 from dure.strategies.contract.batch_parts import BatchParts, DataShare
 from dure.strategies.contract.batches import Microbatch, own_copy
 from dure.strategies.contract.context import StrategyContext
-from dure.strategies.contract.declarations import few
+from dure.strategies.contract.declarations import Findings, few
 from dure.strategies.contract.reduced_facts import reduced_facts
 from dure.strategies.contract.replica_state import ReplicaState, replica_state
 from dure.strategies.contract.step_clock import StepClock
 from dure.strategies.contract.step_facts import LossTerm, Requests, StepFacts
 from dure.strategies.data_parallel.gradient_sums import used_by_any
+from dure.strategies.division.local_shards import LocalShards, faults_of_cutting, faults_of_shards
 from dure.strategies.pipeline.cut import decide
 from dure.strategies.pipeline.options import PipelineOptions
 from dure.strategies.pipeline.schedule import Schedule, num_scheduled
@@ -37,12 +40,19 @@ from dure.strategies.pipeline.sequential import Sweeps
 from dure.strategies.sections.absent_tensors import guarded
 from dure.strategies.sections.cuts import cut_names, faults_of, registered_chain
 from dure.strategies.sections.plan import CURE
+from dure.strategies.sections.sectioned_model import SectionedModel
 from dure.strategies.sections.sectioned_strategy import SectionedStrategy
 from dure.strategies.sections.stand_in import call_of, called_again, stand_in
 from dure.strategies.sections.values import Description, Lanes, lanes_of, nothing, num_bytes, packed, unpacked
 from dure.strategies.sections.verify import hooks_gradients
 from dure.strategies.state.objects.object_state import ObjectState
+from dure.strategies.state.saved_state import StateSource, StrategyState
+from dure.strategies.tensor_parallel.plan import axis_faults, needless_plan, plan_of
+from dure.strategies.tensor_parallel.tensor_division import TensorDivision
+from dure.strategies.tensor_parallel.values import undivided
 from dure.torchcompat import with_compilation
+
+AXES = ("data", "pipeline", "tensor")
 
 _STAGES_PER_RANK = 2
 _MICROBATCHES_PER_STAGE = 4
@@ -86,7 +96,7 @@ class PipelineParts(BatchParts):
 
 
 class Pipeline(SectionedStrategy):
-    """Stages over the axis `pipeline` of a mesh, replicas of the pipeline over its axis `data`."""
+    """Stages over the axis `pipeline` of a mesh, replicas over `data`, and divided layers over `tensor`."""
 
     options: PipelineOptions
     parts: PipelineParts
@@ -95,20 +105,24 @@ class Pipeline(SectionedStrategy):
 
     def __init__(self, context: StrategyContext) -> None:
         super().__init__(context)
-        axes = parse_mesh(self.spec.mesh, self.info.mesh_axes, self.group.world_size)
+        axes = parse_mesh(self.spec.mesh, AXES, self.group.world_size, main="pipeline")
         if fault := fault_of_backend(self.device.type, dist.get_backend(), axes["pipeline"]):
             raise SpecInvalid([f"strategy is {self.info.name}: {fault}"])
-        self.mesh = Mesh(axes, self.group, self.device)
+        self.mesh = Mesh(axes, self.group, self.device, divides_tensors=axes["tensor"] > 1)
         self.section_ranks = self.mesh.group("pipeline")
         self.replicas = self.mesh.group("data")
         self.num_stages = _num_stages(self.mesh.size("pipeline"), self.options)
         self.stages = list(range(self.section_ranks.rank, self.num_stages, self.section_ranks.world_size))
         """Stages of this rank."""
+        self.has_loss = self.num_stages - 1 in self.stages
+        """True if this rank computes the task's loss."""
+        self.division: TensorDivision | None = None
+        """Division of layers, if the mesh has several ranks along its axis `tensor`."""
         self.random_stream = self.mesh.coordinate("data")
         self.share = DataShare(
             index=self.mesh.coordinate("data"),
             count=self.mesh.size("data"),
-            leads=self.num_stages - 1 in self.stages,
+            leads=self.has_loss and self.mesh.coordinate("tensor") == 0,
             is_joint=True,
         )
         self.parts = PipelineParts(self.spec, self.share.count, self.num_stages)
@@ -122,8 +136,13 @@ class Pipeline(SectionedStrategy):
             faults.append(
                 "stages_per_rank is for the schedule interleaved: other schedules have one stage on each rank"
             )
-        num_ranks = parse_mesh(spec.mesh, ("data", "pipeline"), spec.num_devices)["pipeline"]
-        num_stages = _num_stages(num_ranks, options)
+        axes = parse_mesh(spec.mesh, AXES, spec.num_devices, main="pipeline")
+        if axes["tensor"] > 1:
+            settings = {"compile": spec.compile}
+            faults += axis_faults(model, axes["tensor"], options.tensor_plan, settings, "data and pipeline")
+        elif options.tensor_plan is not None:
+            faults.append(needless_plan("pipeline"))
+        num_stages = _num_stages(axes["pipeline"], options)
         return faults + faults_of(registered_chain(model), num_stages, cut_names(options.cuts), CURE)
 
     def check_traits(self, model: nn.Module) -> list[str]:
@@ -136,7 +155,7 @@ class Pipeline(SectionedStrategy):
             )
         if self.num_stages > 1 and (names := self.traits.hooked_by_loss):
             faults.append(hooks_gradients(names))
-        return faults
+        return faults + (faults_of_shards(model, self.traits) if self.mesh.size("tensor") > 1 else [])
 
     # the cut
 
@@ -144,12 +163,41 @@ class Pipeline(SectionedStrategy):
         """Return the plan of the cut, and its faults."""
         return decide(self, model, self.num_stages, self.options.cuts)
 
+    def place(self, model: nn.Module) -> nn.Module:
+        """Decide where to cut, and divide layers of this rank's stages, before the optimiser is built.
+
+        Communication: that of the decision, and a broadcast of each divided parameter over the tensor group.
+        """
+        model = super().place(model)
+        if self.mesh.size("tensor") > 1:
+            plan = plan_of(model, self.mesh.size("tensor"), self.options.tensor_plan)
+            own = tuple(f"{name}." for name in self.plan.calls if self.plan.section_of_block(name) in self.stages)
+            if self.num_stages > 1:
+                plan.styles = {name: style for name, style in plan.styles.items() if f"{name}.".startswith(own)}
+            self.division = TensorDivision(plan, self.mesh, self.mesh.group("tensor"), self.device)
+            self.division.divide(model)
+        return model
+
+    def sectioned_model(self) -> SectionedModel:
+        """Return the model of which a section is computed at a time; what leaves a section is whole."""
+        if self.division is None:
+            return super().sectioned_model()
+        return SectionedModel(self.model, self.plan, self.division.dividing, undivided)
+
     def compile_model(self) -> None:
         """Do nothing yet: `distribute` compiles the blocks that this rank keeps."""
 
     def distribute(self) -> None:
         """Keep this rank's stages, of the model and of the optimiser, and release the others."""
+        if self.division is not None and (faults := faults_of_cutting(self.optimizer)):
+            raise SpecInvalid([f"strategy is {self.info.name}: {fault}" for fault in faults])
         self.keep(self.stages)
+        own = [(name, p) for name, p in self.model.named_parameters() if self.part.is_own(name)]
+        self.shards = LocalShards(own, self.optimizer)
+        self.trainable = self.shards.parameters
+        if self.division is not None:
+            common = [parameter for parameter in self.trainable if not self.shards.axes_of(parameter)]
+            self.division.watch_undivided(common, self.options.bucket_bytes)
         if self.spec.compile:
             self._compile_blocks()
         self.sweeps = Sweeps(self.sections, self.part, self.mesh, self.device, self.precision)
@@ -171,6 +219,11 @@ class Pipeline(SectionedStrategy):
                 block = self.model.get_submodule(name)
                 block.forward = with_compilation(torch.compile(block.forward, mode=self.spec.compile_mode))
 
+    def check_groups(self) -> None:
+        """Refuse parameters of the optimiser's groups that the schedule has frozen: the model has others."""
+        super().check_groups()
+        self.shards.refuse_frozen(self.info.name)
+
     # the size of microbatches
 
     def microbatch_samples(self) -> int:
@@ -187,8 +240,20 @@ class Pipeline(SectionedStrategy):
         self.sums.begin(requests)
         self._global_samples = global_samples
         self._found: dict[int, LossTerm] = {}
+        if self.division is None:
+            self._run(microbatches)
+        else:
+            self.division.traffic.sent_bytes = 0
+            with self.division.differentiating():
+                self._run(microbatches)
+        self.part.refuse_lost_gradients()
+        for index in sorted(self._found):
+            self.sums.add(self._found[index])
+        self._calls = []
+
+    def _run(self, microbatches: Iterable[Microbatch]) -> None:
         # the rank that calls the loss again starts from the state at this point
-        changes = self.share.leads and (self.traits.learned_state or self.traits.counted_state)
+        changes = self.has_loss and (self.traits.learned_state or self.traits.counted_state)
         state = ObjectState(self.objects) if changes else None
         self._calls = [self._noted(microbatch) for microbatch in microbatches]
         if state is not None:
@@ -203,10 +268,6 @@ class Pipeline(SectionedStrategy):
             if self._failure is not None:
                 raise self._failure from None
             raise
-        self.part.refuse_lost_gradients()
-        for index in sorted(self._found):
-            self.sums.add(self._found[index])
-        self._calls = []
 
     def computed(self, function: Callable[..., Any], *args: Any) -> Any:
         """Call a function of the task, which may not use tensors of other ranks.
@@ -215,9 +276,9 @@ class Pipeline(SectionedStrategy):
             TaskInvalid: It fails in an evaluation, on a rank that has not run the whole model.
         """
         try:
-            return super().computed(function, *args)
+            return super().computed(self._undivided(function), *args)
         except Exception as error:
-            if isinstance(error, DureError) or self.share.leads or torch.is_grad_enabled():
+            if isinstance(error, DureError) or self.has_loss or torch.is_grad_enabled():
                 raise
             reason = " ".join(f"{type(error).__name__}: {message_of(error)}".split())[:200]
             raise TaskInvalid(
@@ -225,6 +286,12 @@ class Pipeline(SectionedStrategy):
                 "it from the model's output, having run its own stages alone: if it uses what blocks of other "
                 f"stages keep or hooks see, return that from the model, or use {CURE}"
             ) from error
+
+    def _undivided(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """Return a function of the task that may use divided weights and values, and returns whole values."""
+        if (division := self.division) is None:
+            return function
+        return functools.wraps(function)(functools.partial(division.computed, function))
 
     def _schedule_name(self) -> str:
         if self.num_stages == 1:
@@ -235,9 +302,9 @@ class Pipeline(SectionedStrategy):
         """Record how the task's loss calls the model; None for a microbatch without samples, which is not computed."""
         if microbatch.is_padding:
             return None
-        states = GeneratorStates.now(self.device) if self.share.leads else None
+        states = GeneratorStates.now(self.device) if self.has_loss else None
         # the loss is called once more for the last stage, and may change the batch
-        batch = own_copy(microbatch.batch) if self.share.leads else microbatch.batch
+        batch = own_copy(microbatch.batch) if self.has_loss else microbatch.batch
         args, kwargs = self.watched(call_of, self.loss, self.model, batch)
         seed = self._seeds.draw()
         known = self.sweeps.known(args, kwargs) if self.num_stages > 1 else []
@@ -314,21 +381,32 @@ class Pipeline(SectionedStrategy):
 
         Communication: 4 float64 over all; one all_reduce per bucket of this rank's gradients over the axis `data`.
         """
+        self.shards.take_gradients()
         facts = self._agreed_facts()
         assert self._schedule is not None
         self._schedule.end()  # all stages are done: a last stage is idle while the first is in its backward
         self._add_up_over_replicas()
+        if self.division is not None:
+            self.division.keep_alike()
         return facts
 
     def _agreed_facts(self) -> StepFacts:
-        if self._is_kind_known:
-            return reduced_facts(self)
-        # only the last stages know whether the loss has its own count of items
-        counts_items = torch.full((1,), self.expectation is not None, dtype=self.sums.dtype, device=self.device)
-        facts = reduced_facts(self, counts_items)
-        if counts_items.item() > 0:
-            self.expected_items(self._global_samples)
-        self._is_kind_known = True
+        beside = [] if self.division is None else [self.division.draws()]
+        if not self._is_kind_known:
+            # only the last stages know whether the loss has its own count of items
+            beside.append(float(self.expectation is not None))
+        # filled on the device where that is possible: a copy of a list would wait for it
+        numbers = [torch.full((1,), number, dtype=self.sums.dtype, device=self.device) for number in beside]
+        agreed = torch.cat(numbers) if numbers else None
+        facts = reduced_facts(self, agreed)
+        if self.division is not None:
+            assert agreed is not None
+            self.division.check_draws(agreed[:1])
+        if not self._is_kind_known:
+            assert agreed is not None
+            if agreed[-1].item() > 0:
+                self.expected_items(self._global_samples)
+            self._is_kind_known = True
         return facts
 
     def _add_up_over_replicas(self) -> None:
@@ -344,6 +422,12 @@ class Pipeline(SectionedStrategy):
             for parameter, gradient, part in zip(bucket, gradients, parts, strict=True):
                 parameter.grad = gradient.copy_(part.view_as(gradient))
 
+    def declared_by_row(self, found: Findings) -> list[str]:
+        """Return the row's declarations; draws of divided heads are declared only if there are any."""
+        has_own_draws = self.division is not None and self.division.values.have_own_draws
+        texts = super().declared_by_row(found)
+        return [text for text in texts if has_own_draws or not text.startswith("random numbers inside")]
+
     def sent_bytes(self, num_microsteps: int) -> int:
         """Return the bytes sent by this rank over its cuts in the last step, plus 2 (D-1)/D of its gradients' bytes."""
         if self._schedule is None:
@@ -354,7 +438,8 @@ class Pipeline(SectionedStrategy):
             once += num_bytes(self._lanes[stage - 1]) if stage > 0 else 0
         reduced = sum(p.numel() * p.element_size() for p in self.trainable)
         replicas = self.replicas.world_size
-        return once * self._schedule.num_microbatches + 2 * (replicas - 1) * reduced // replicas
+        layers = 0 if self.division is None else self.division.sent_bytes()
+        return once * self._schedule.num_microbatches + 2 * (replicas - 1) * reduced // replicas + layers
 
     def measured(self) -> Any:
         """Return the idle fraction of this rank within the schedule, the bubble."""
@@ -364,17 +449,34 @@ class Pipeline(SectionedStrategy):
 
     def describe(self) -> list[str]:
         """Return lines about the cuts of the model and the order of the stages' work."""
+        lines = [] if self.division is None else self.division.describe(self.model)
         if self.num_stages == 1:
-            return []
+            return lines
         layout = f"cut before {self.plan.first_blocks()}: {self.num_stages} stages, schedule {self._schedule_name()}"
-        return [f"{layout}, microbatches of at most {self.microbatch_samples()}"]
+        return [f"{layout}, microbatches of at most {self.microbatch_samples()}", *lines]
 
     # evaluation and checkpoints
 
     def replica(self) -> ReplicaState:
         """Return this rank's tensors; ranks with the same stages hold the same."""
-        own = ((name, p) for name, p in self.model.named_parameters() if self.part.is_own(name))
-        return replica_state(f"stages of pipeline rank {self.section_ranks.rank}", own, self.optimizer)
+        part = f"stages of pipeline rank {self.section_ranks.rank}"
+        if self.division is not None:
+            part += f", divided for tensor rank {self.mesh.coordinate('tensor')}"
+        return replica_state(part, self.shards.named, self.optimizer)
+
+    def rank_of(self, section: int) -> int:
+        """Return the first rank with a section."""
+        return super().rank_of(section) * self.mesh.size("tensor")
+
+    def state_dict(self) -> StrategyState:
+        """Return this rank's tensors and optimiser state."""
+        with self.shards.whole():
+            return super().state_dict()
+
+    def load_state_dict(self, source: StateSource) -> None:
+        """Load this rank's part of a checkpoint."""
+        with self.shards.whole():
+            super().load_state_dict(source)
 
     def before_reading(self) -> None:
         """Synchronise what several ranks have: buffers over replicas, tensors outside the blocks over stages."""
@@ -382,9 +484,11 @@ class Pipeline(SectionedStrategy):
         super().before_reading()
 
     def close(self) -> None:
-        """Release the schedules, which hold process groups."""
+        """Release the schedules, which hold process groups, and restore torch's settings."""
         self._schedules.clear()
         self._schedule = None
+        if self.division is not None:
+            self.division.close()
 
 
 def _in_buckets(parameters: Sequence[nn.Parameter], most_bytes: int) -> Iterator[list[nn.Parameter]]:

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from dure import torchcompat
@@ -21,9 +21,7 @@ def share_overflows(group: Group, precision: Precision, optimizer: Optimizer, de
             group.all_reduce_sum(found)
 
 
-def clip_by_common_norm(
-    group: Group, parameters: Sequence[nn.Parameter], most: float, *, dtype: torch.dtype, device: torch.device
-) -> None:
+def clip_by_common_norm(group: Group, parameters: Sequence[nn.Parameter], most: float, *, square: Tensor) -> None:
     """Clip each rank's gradients by the norm over all of them.
 
     Communication: one all_reduce of one number.
@@ -32,14 +30,22 @@ def clip_by_common_norm(
         group: Ranks that have sections of one model.
         parameters: Parameters of this rank.
         most: Norm above which gradients are scaled down.
-        dtype: Dtype of the sum of squares; float64 if the device has it, because the square of a norm may overflow
-            float32.
-        device: Device of the sum of squares.
+        square: Square of the norm of this rank's gradients, a scalar; it becomes that of all.
+    """
+    group.all_reduce_sum(square)
+    first = next((parameter.grad for parameter in parameters if parameter.grad is not None), None)
+    if first is not None:
+        nn.utils.clip_grads_with_norm_(parameters, most, square.sqrt().to(first))
+
+
+def square_of_norm(parameters: Sequence[nn.Parameter], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Return the square of the norm of gradients, a scalar.
+
+    Args:
+        parameters: Parameters with the gradients, or without.
+        dtype: Dtype of the result; float64 if the device has it, because a square may overflow float32.
+        device: Device of the result.
     """
     gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
     square = torch.zeros((), dtype=dtype, device=device)
-    if gradients:
-        square += nn.utils.get_total_norm(gradients).to(square).square()
-    group.all_reduce_sum(square)
-    if gradients:
-        nn.utils.clip_grads_with_norm_(parameters, most, square.sqrt().to(gradients[0]))
+    return square + nn.utils.get_total_norm(gradients).to(square).square() if gradients else square

@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from dure.comm.groups import Group
@@ -47,6 +48,8 @@ class LocalStages(nn.Module):
         self._own_loose = {name for name, section in self.loose.items() if section in mine}
         for name in owners:
             before = _tensor(model, name)
+            if isinstance(before, DTensor):  # this rank's part of a tensor of its own, on its device
+                continue
             if self.is_here(name):
                 _replace(model, name, before.to(device))
             else:

@@ -7,6 +7,7 @@ nothing else is needed from earlier sections.
 """
 
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -45,10 +46,25 @@ class _Pass:
 class SectionedModel:
     """Runner of one section of a model at a time."""
 
-    def __init__(self, model: nn.Module, plan: SectionPlan) -> None:
-        """Intercept the call of every block; outside a pass the interceptor does nothing."""
+    def __init__(
+        self,
+        model: nn.Module,
+        plan: SectionPlan,
+        computing: Callable[[], AbstractContextManager[None]] = nullcontext,
+        whole: Callable[[Any], Any] | None = None,
+    ) -> None:
+        """Intercept the call of every block; outside a pass the interceptor does nothing.
+
+        Args:
+            model: Whole model, of which this rank may have some blocks only.
+            plan: Calls of blocks, and their sections.
+            computing: Context in which the blocks compute.
+            whole: Function from a block's output to its whole values, where ranks divide them; None where none do.
+        """
         self.model = model
         self.plan = plan
+        self._computing = computing
+        self._whole = whole
         self._pass: _Pass | None = None
         blocks = find_blocks(model) if plan.calls else {}
         self._undo = [
@@ -102,7 +118,7 @@ class SectionedModel:
         )  # fmt: skip
         self._pass = now
         try:
-            with without_compilation():  # compiled code would call all blocks
+            with without_compilation(), self._computing():  # compiled code would call all blocks
                 value = self.model(*args, **kwargs)
         except _SectionEnd as reached:
             value = reached.value
@@ -128,6 +144,8 @@ class SectionedModel:
                 return now.received
             return rebuilt(now.known[now.position - 1], partial(placeholder, now.device))
         output = call(*args, **kwargs)
+        if self._whole is not None and now.position in (now.end, len(calls)):
+            output = self._whole(output)
         if now.is_learning:
             now.learned.append(describe(output, name))
             now.last = output if now.position == len(calls) else None

@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from dure.comm.groups import Group
@@ -17,7 +17,7 @@ from dure.strategies.contract.weight_rules import WeightRules
 from dure.strategies.division.optimizer_trial import faults_of_parts
 from dure.strategies.division.step_hooks import refuse_later_hooks
 from dure.strategies.sections.absent_tensors import AbsentUsed, UsedTensors, guarded
-from dure.strategies.sections.gradients import clip_by_common_norm, share_overflows
+from dure.strategies.sections.gradients import clip_by_common_norm, share_overflows, square_of_norm
 from dure.strategies.sections.own_part import LocalStages
 from dure.strategies.sections.plan import CURE, SectionPlan
 from dure.strategies.sections.random_state import CommonSeeds, SectionDraws, SectionDrawWatch
@@ -80,7 +80,11 @@ class SectionedStrategy(Strategy):
         self.part = LocalStages(self.model, self.plan, sections, self.device)
         self.trainable = self.part.trainable()
         self.part.divide(self.optimizer)
-        self.sections = SectionedModel(self.model, self.plan)
+        self.sections = self.sectioned_model()
+
+    def sectioned_model(self) -> SectionedModel:
+        """Return the model of which a section is computed at a time."""
+        return SectionedModel(self.model, self.plan)
 
     def computed(self, function: Callable[..., Any], *args: Any) -> Any:
         """Call a function of the task, which may not use tensors of other ranks.
@@ -116,16 +120,20 @@ class SectionedStrategy(Strategy):
         return value
 
     def unscale_gradients(self) -> None:
-        """Unscale, and agree over all sections on whether a gradient overflowed: all ranks skip the step, or none.
+        """Unscale, and agree over all ranks on whether a gradient overflowed: all ranks skip the step, or none.
 
         Communication: with fp16 one all_reduce of one number.
         """
         super().unscale_gradients()
-        share_overflows(self.section_ranks, self.precision, self.optimizer, self.device)
+        share_overflows(self.group, self.precision, self.optimizer, self.device)
 
     def clip_gradients(self, parameters: list[nn.Parameter], most: float) -> None:
         """Clip by the norm over all sections. Communication: one all_reduce of one number."""
-        clip_by_common_norm(self.section_ranks, parameters, most, dtype=self.sums.dtype, device=self.device)
+        clip_by_common_norm(self.section_ranks, parameters, most, square=self.square_of_norm(parameters))
+
+    def square_of_norm(self, parameters: list[nn.Parameter]) -> Tensor:
+        """Return the square of the norm of this rank's gradients."""
+        return square_of_norm(parameters, dtype=self.sums.dtype, device=self.device)
 
     def evaluation_models(self) -> list[nn.Module]:
         """Return the sections as one model: a call runs through all of them."""
@@ -155,12 +163,16 @@ class SectionedStrategy(Strategy):
         """Return the ranks that may use state, of which the ranks in `have_task` use that of the task."""
         if not path.startswith("model."):
             return have_task
-        name, size = path.removeprefix("model."), self.section_ranks.world_size
+        name = path.removeprefix("model.")
         for call in self.plan.calls:
             if name.startswith(f"{call}."):
-                return {self.plan.section_of_block(call) % size}
+                return {self.rank_of(self.plan.section_of_block(call))}
         # the section that keeps a buffer is the first one that uses it
-        return {section % size for section in range(self.part.loose.get(name, 0), len(self.plan.begins))}
+        return {self.rank_of(section) for section in range(self.part.loose.get(name, 0), len(self.plan.begins))}
+
+    def rank_of(self, section: int) -> int:
+        """Return the first rank with a section."""
+        return section % self.section_ranks.world_size
 
     def before_reading(self) -> None:
         """Broadcast the tensors outside the blocks, which every rank has and one rank trains."""

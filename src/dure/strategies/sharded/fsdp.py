@@ -44,7 +44,7 @@ from dure.strategies.state.module_patterns import shortened
 from dure.strategies.state.objects.object_state import ObjectState
 from dure.strategies.state.saved_state import StateSource, StrategyState
 from dure.strategies.tensor_parallel.layers import follow_placement
-from dure.strategies.tensor_parallel.plan import nothing_to_divide, plan_of
+from dure.strategies.tensor_parallel.plan import axis_faults, needless_plan, plan_of
 from dure.strategies.tensor_parallel.tensor_division import TensorDivision
 from dure.torchcompat import run_backward
 from dure.units import format_bytes
@@ -129,12 +129,14 @@ class FSDP(ShardedStrategy):
             )
         axes = _axes(spec, spec.num_devices)
         if axes["tensor"] > 1:
-            faults += _tensor_faults(model, spec, axes["tensor"])
+            settings = {
+                "compile": spec.compile,
+                "sync_batchnorm": spec.sync_batchnorm,
+                "cpu_offload": options.cpu_offload,
+            }
+            faults += axis_faults(model, axes["tensor"], options.tensor_plan, settings, "replica and shard")
         elif options.tensor_plan is not None:
-            faults.append(
-                "tensor_plan says what the axis tensor of the mesh divides, which has one rank: name it, as in --mesh "
-                "shard=2,tensor=2, or leave the plan out"
-            )
+            faults.append(needless_plan("shard"))
         num_shards = axes["shard"]
         if options.reshard_size is not None and (
             num_shards % options.reshard_size or options.reshard_size == num_shards
@@ -613,31 +615,6 @@ class Gathered:
 
 def _axes(spec: RunSpec, num_devices: int) -> dict[str, int]:
     return parse_mesh(spec.mesh, AXES, num_devices, main="shard")
-
-
-def _tensor_faults(model: nn.Module, spec: RunSpec, num_ranks: int) -> list[str]:
-    """Refuse a plan of divided layers that does not fit, and settings that do not go with divided layers."""
-    options = FSDPOptions.of(spec)
-    plan = plan_of(model, num_ranks, options.tensor_plan)
-    settings = {
-        "compile": spec.compile,
-        "sync_batchnorm": spec.sync_batchnorm,
-        "cpu_offload": options.cpu_offload,
-    }
-    if compiled := torchcompat.compiled_modules(model):
-        plan.faults.append(
-            f"the task compiles {shortened(name or 'the model' for name in compiled)}, which does not go with layers "
-            "that are divided over the axis tensor: leave torch.compile out, or use a mesh of replica and shard alone"
-        )
-    return [
-        *(plan.faults or nothing_to_divide(model, plan, num_ranks)),
-        *(
-            f"{name} does not go with layers that are divided over the axis tensor: leave it out, or use a mesh of "
-            "replica and shard alone"
-            for name, is_set in settings.items()
-            if is_set
-        ),
-    ]
 
 
 def _recomputed(forward: Callable[..., Any], contexts: Callable[[], Any], *args: Any, **kwargs: Any) -> Any:

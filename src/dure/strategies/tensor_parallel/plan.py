@@ -6,15 +6,16 @@ the second's output has to be summed. An attention's projections are cut by head
 output layer are cut by the vocabulary. Layers without a rule stay whole. Nothing here needs a process group.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import TypeGuard
 
 from torch import nn
 
 from dure.strategies.state.module_patterns import matching, shortened
+from dure.torchcompat import compiled_modules
 
-OPTION = "--tensor-parallel.plan (under fsdp --fsdp.tensor-plan)"
+OPTION = "--tensor-parallel.plan (under fsdp --fsdp.tensor-plan, under pipeline --pipeline.tensor-plan)"
 """Options with a given plan, as messages name them."""
 
 STYLES = {
@@ -362,3 +363,44 @@ def nothing_to_divide(model: nn.Module, plan: TensorPlan, num_ranks: int) -> lis
         f"there is no layer to divide over {num_ranks} ranks, since the rules know nn.Linear and nn.Embedding and "
         f"the model's layers are {shown}{reasons}: use fsdp, which divides any parameter"
     ]
+
+
+def axis_faults(
+    model: nn.Module, num_ranks: int, given: str | None, settings: Mapping[str, bool], others: str
+) -> list[str]:
+    """Return the faults of an axis `tensor` beside other axes: its plan, and what does not go with divided layers.
+
+    Args:
+        model: Whole model.
+        num_ranks: Ranks along the axis.
+        given: Plan as text; None for the one that the rules find.
+        settings: Settings that do not go with it, and whether each is set.
+        others: The other axes, in words.
+    """
+    plan = plan_of(model, num_ranks, given)
+    cure = f"leave it out, or use a mesh of {others} alone"
+    if compiled := compiled_modules(model):
+        plan.faults.append(
+            f"the task compiles {shortened(name or 'the model' for name in compiled)}, which does not go with layers "
+            f"that are divided over the axis tensor: {cure}"
+        )
+    return [
+        *(plan.faults or nothing_to_divide(model, plan, num_ranks)),
+        *(
+            f"{name} does not go with layers that are divided over the axis tensor: {cure}"
+            for name, is_set in settings.items()
+            if is_set
+        ),
+    ]
+
+
+def needless_plan(axis: str) -> str:
+    """Return the message about a plan of divided layers where the axis `tensor` has one rank.
+
+    Args:
+        axis: An axis of the strategy, for the example.
+    """
+    return (
+        "tensor_plan says what the axis tensor of the mesh divides, which has one rank: name it, as in --mesh "
+        f"{axis}=2,tensor=2, or leave the plan out"
+    )

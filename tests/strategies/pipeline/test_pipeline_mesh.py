@@ -1,0 +1,196 @@
+"""Meshes of pipeline with an axis `tensor`: ranks with the same stages and samples divide layers."""
+
+import json
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from dure.comm.groups import ProcessGroup
+from dure.errors import DureError
+from tests.comm.gloo_ranks import on_ranks
+from tests.conformance.cases import (
+    TO_ROUNDING,
+    are_same_bits,
+    evaluated_digests,
+    largest_difference,
+    losses_of,
+    train_case,
+    weights_of,
+)
+from tests.conformance.tasks import Regression
+from tests.conformance.test_resume import SETTINGS, back_to, resumed
+from tests.conformance.zoo.feature import STEPS as ZOO_STEPS
+from tests.conformance.zoo.feature import ZooTask
+from tests.strategies.sharded.sharded_cases import SentBytes, backward, held_bytes, prepared
+
+STEPS = {"global_batch_size": 7, "samples": 130, "clip_norm": 0.4, "seed": 5}
+MESH = {"mesh": "pipeline=2,tensor=2"}
+
+
+@pytest.mark.parametrize(
+    ("num_ranks", "settings"),
+    [
+        (4, MESH),
+        *(
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in [
+                (4, {"mesh": "tensor=2,pipeline=2", "schedule": "gpipe", "tensor_plan": "0=row,2=row,5=row,7=row"}),
+                (4, {**MESH, "schedule": "interleaved"}),
+                (4, {"mesh": "data=2,tensor=2"}),
+                (2, {"mesh": "tensor=2"}),
+                (6, {"mesh": "pipeline=2,tensor=3", "cuts": "1", "tensor_plan": "0=column,2=row,5=column,7=row"}),
+                (6, {"mesh": "pipeline=3,tensor=2"}),
+                (8, {"mesh": "data=2,pipeline=2,tensor=2"}),
+            ]
+        ),
+    ],
+    ids=repr,
+)
+def test_weights_under_any_mesh_equal_one_process(num_ranks, settings, trained, tmp_path):
+    digests = tmp_path / "digests"
+    digests.mkdir()
+    one = weights_of(trained(Regression(kind="tokens", optimizer="adamw", layered=True), **STEPS))
+    task = Regression(kind="tokens", optimizer="adamw", layered=True, digests=str(digests))
+    run = train_case(tmp_path, task, "pipeline", num_ranks, microbatch_size=1, **settings, **STEPS)
+    assert largest_difference(weights_of(run), one) < TO_ROUNDING
+    assert len(list(digests.iterdir())) == num_ranks
+    assert len(evaluated_digests(digests)) == 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("saved", "num_saved", "mesh", "elsewhere", "num_elsewhere", "other_mesh"),
+    [
+        ("pipeline", 4, "pipeline=2,tensor=2", "single", 1, None),
+        ("pipeline", 4, "pipeline=2,tensor=2", "fsdp", 3, None),
+        ("tensor_parallel", 2, None, "pipeline", 4, "pipeline=2,tensor=2"),
+        ("pipeline", 4, "data=2,pipeline=2", "pipeline", 4, "pipeline=2,tensor=2"),
+    ],
+)
+def test_resume_elsewhere_ends_with_the_same_weights(
+    saved, num_saved, mesh, elsewhere, num_elsewhere, other_mesh, trained, tmp_path
+):
+    task = Regression(kind="tokens", optimizer="adamw", layered=True)
+    whole = trained(task, saved, num_saved, mesh=mesh, **SETTINGS)
+    run = back_to(whole, 58, tmp_path)
+    resumed(run, strategy=elsewhere, nproc=num_elsewhere, mesh=other_mesh)
+    assert largest_difference(weights_of(run), weights_of(whole)) < TO_ROUNDING
+
+
+@pytest.mark.slow
+def test_resume_in_the_same_place_is_bit_equal_with_dropout(tmp_path):
+    task = Regression(dtype="float32", dropout=0.3, kind="tokens", optimizer="adamw", layered=True)
+    whole = train_case(tmp_path, task, "pipeline", 4, deterministic=True, **MESH, **SETTINGS)
+    run = resumed(back_to(whole, 58, tmp_path))
+    assert are_same_bits(weights_of(run), weights_of(whole))
+    assert losses_of(run) == losses_of(whole)
+
+
+@pytest.mark.slow
+def test_run_when_a_rank_is_killed_then_its_weights_are_those_of_one_process(trained, tmp_path):
+    task = Regression(kind="tokens", optimizer="adamw", layered=True)
+    faults = tmp_path / "faults.toml"
+    faults.write_text('[[fault]]\nrank = 3\nstep = 6\nkind = "kill"\n')
+    settings = {**MESH, "faults": faults, "max_restarts": 1, "snapshot_every": 1}
+    run = train_case(tmp_path, task, "pipeline", 4, **settings, **STEPS)
+    assert largest_difference(weights_of(run), weights_of(trained(task, **STEPS))) < TO_ROUNDING
+
+
+def four_layers() -> nn.Module:
+    torch.manual_seed(0)
+    layers = [nn.Linear(8, 16, bias=False), nn.Linear(16, 8, bias=False)]
+    return nn.Sequential(*layers, nn.Linear(8, 16, bias=False), nn.Linear(16, 8, bias=False))
+
+
+def on_mesh(look: Any) -> list[Any]:
+    """Return what `look(strategy, batches)` sees on each rank of a mesh of 2 x 2."""
+
+    def work(group: ProcessGroup) -> Any:
+        plan = "0=column,1=row,2=column,3=row"
+        batches = [torch.ones(2, 8) for _ in range(2)]
+        strategy = prepared("pipeline", group, four_layers(), cuts="2", tensor_plan=plan, example=batches[0], **MESH)
+        answer = look(strategy, batches)
+        strategy.close()
+        return answer
+
+    return on_ranks(4, work)
+
+
+def test_ranks_hold_a_part_of_a_stage_and_say_what_they_send():
+    def look(strategy: Any, batches: list[torch.Tensor]) -> Any:
+        backward(strategy, *batches)
+        strategy.optimizer_step()
+        with SentBytes() as sent:
+            backward(strategy, *batches)
+        return held_bytes(strategy), sent.num_bytes, strategy.sent_bytes(2)
+
+    for held, counted, told in on_mesh(look):
+        assert held["gradients"] == 2 * 8 * 16 * 4 // 2
+        assert held["state"] == 2 * held["gradients"]
+        over_cut = 2 * 2 * 8 * 4  # activations or their gradients of two microbatches, point to point
+        facts = 2 * 3 * 5 * 8 // 4  # which the strategy leaves out
+        assert counted - facts == told - over_cut
+
+
+def test_start_says_what_is_divided_and_how():
+    lines = on_mesh(lambda strategy, batches: strategy.describe())
+    assert lines[0][0].startswith("cut before 2: 2 stages, schedule 1f1b")
+    assert "column (output features divided, and the output left divided): 0" in lines[0]
+    assert "row (input features divided, the output added up): 3" in lines[2]
+
+
+@pytest.mark.parametrize(
+    ("settings", "sentence"),
+    [
+        ({"compile": True}, "compile does not go with layers that are divided over the axis tensor"),
+        ({"tensor_plan": "7=column"}, "plan names 7, which fits no module of the model"),
+        (
+            {"mesh": "pipeline=4", "tensor_plan": "0=column"},
+            "tensor_plan says what the axis tensor of the mesh divides",
+        ),
+        ({"mesh": "pipeline=2,shard=2"}, "mesh names the axis shard, which this strategy does not have"),
+    ],
+    ids=repr,
+)
+def test_settings_that_do_not_go_with_the_mesh_are_refused(settings, sentence, tmp_path):
+    with pytest.raises(DureError, match=sentence):
+        train_case(tmp_path, ZooTask(), "pipeline", 4, **{**MESH, **ZOO_STEPS, **settings})
+
+
+class Frozen(ZooTask):
+    """Freezes a layer by the optimiser's groups, which have other tensors than the model."""
+
+    def build_schedule(self, optimizer: torch.optim.Optimizer, total_samples: int) -> Any:
+        def factor(samples: int) -> float:
+            if samples > 20:
+                optimizer.param_groups[0]["params"][0].requires_grad_(False)
+            return 1.0
+
+        return factor
+
+
+def test_layer_that_is_frozen_by_the_groups_is_refused(tmp_path):
+    with pytest.raises(DureError, match="froze"):
+        train_case(tmp_path, Frozen(), "pipeline", 4, **MESH, **ZOO_STEPS)
+
+
+@pytest.mark.parametrize("optimizer", [torch.optim.Adafactor, torch.optim.Muon], ids=lambda kind: kind.__name__)
+def test_optimiser_that_reads_whole_tensors_is_refused(optimizer, tmp_path):
+    class Whole(ZooTask):
+        def build_model(self) -> nn.Module:
+            return nn.Sequential(nn.Linear(6, 8, bias=False), nn.Tanh(), nn.Linear(8, 3, bias=False)).double()
+
+        def build_optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
+            return optimizer(model.parameters(), lr=0.1)
+
+    with pytest.raises(DureError, match="cannot step a part of a parameter"):
+        train_case(tmp_path, Whole(), "pipeline", 4, **MESH, **ZOO_STEPS)
+
+
+def test_draws_are_declared_and_those_of_divided_heads_only_if_there_are_any(tmp_path):
+    task = Regression(dropout=0.3, layered=True)
+    run = train_case(tmp_path, task, "pipeline", 4, **MESH, global_batch_size=7, samples=14)
+    (found,) = json.loads((run / "summary.json").read_text())["not_preserved"]
+    assert found.startswith("random numbers in model")

@@ -376,6 +376,11 @@ class Pipeline(SectionedStrategy):
         self._found[index] = term
         return self.precision.scale(term.root).double()
 
+    def square_of_norm(self, parameters: list[nn.Parameter]) -> Tensor:
+        """Return the square of the norm of the gradients of this rank's stages, of all ranks of its tensor group."""
+        groups = {} if self.division is None else {"tensor": self.mesh.group("tensor")}
+        return self.shards.square_of_norm(parameters, groups, dtype=self.sums.dtype, device=self.device)
+
     def sync_gradients(self) -> StepFacts:
         """Sum the facts over all ranks, and gradients over the replicas of the pipeline.
 

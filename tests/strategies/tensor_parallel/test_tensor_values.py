@@ -318,6 +318,31 @@ def test_what_is_computed_again_in_backward_is_what_it_was():
     assert_all_exact([(lambda kind=kind: Recomputing(kind), lambda: mean_square) for kind in (True, False)])
 
 
+class SeenBefore(nn.Module):
+    """A column layer has the same input twice, at first without gradients."""
+
+    def __init__(self, *, computes_again: bool) -> None:
+        super().__init__()
+        self.inputs, self.gate_proj = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 8)
+        self.up_proj, self.down_proj = nn.Linear(WIDTH, 8), nn.Linear(8, WIDTH)
+        self.computes_again = computes_again
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.inputs(x)
+        if self.computes_again:
+            gate = checkpoint(self.gate_proj, hidden, use_reentrant=True)
+        else:
+            with torch.no_grad():
+                gate = self.gate_proj(hidden)
+        return self.down_proj(gate.sigmoid() * self.up_proj(hidden))
+
+
+def test_inputs_of_layers_that_computed_without_gradients_before_get_theirs():
+    assert_all_exact(
+        [(lambda again=again: SeenBefore(computes_again=again), lambda: mean_square) for again in (True, False)]
+    )
+
+
 # plain parameters among divided values
 
 

@@ -24,8 +24,8 @@ class WholeInput:
 
     def __init__(self, mesh: DeviceMesh) -> None:
         self._mesh = mesh
-        self._seen: tuple[ref[Tensor], int, Tensor] | None = None
-        """Value, its version, which every in-place change increments, and its DTensor."""
+        self._seen: tuple[ref[Tensor], tuple[int, bool], Tensor] | None = None
+        """Value, its version (which in-place changes increment), whether its gradient was recorded, and its DTensor."""
 
     def __call__(self, value: Tensor) -> Tensor:
         """Return the value as a DTensor that every rank has whole.
@@ -36,11 +36,12 @@ class WholeInput:
         if isinstance(value, DTensor):
             whole: Tensor = redistributed(value, Replicate())
             return whole
-        version = version_of(value)
-        if self._seen is not None and self._seen[0]() is value and self._seen[1] == version:
+        # what was converted without gradients, as in a checkpoint, would give the value none
+        state = (version_of(value), value.requires_grad and torch.is_grad_enabled())
+        if self._seen is not None and self._seen[0]() is value and self._seen[1] == state:
             return self._seen[2]
         whole = from_local(value, self._mesh, Replicate())
-        self._seen = (ref(value), version, whole)
+        self._seen = (ref(value), state, whole)
         return whole
 
     def forget(self) -> None:

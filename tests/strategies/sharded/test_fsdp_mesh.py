@@ -174,13 +174,57 @@ def test_model_that_the_task_compiles_is_refused(tmp_path):
         train_case(tmp_path, Compiled(), "fsdp", 4, mesh="shard=2,tensor=2", **ZOO_STEPS)
 
 
-def test_weights_of_a_unit_that_the_loss_uses_are_refused(tmp_path):
-    class Used(ZooTask):
-        def loss(self, model, batch):
-            return super().loss(model, batch) + model[0].weight.square().sum()
+class UsedOutside(ZooTask):
+    """Uses parameters of a unit outside of its forward: its layers, or a parameter that they leave whole."""
 
-    with pytest.raises(DureError, match=r"if they use its weights, .* return that from the model, or use ddp"):
-        train_case(tmp_path, Used(), "fsdp", 4, mesh="shard=2,tensor=2", units="0", **ZOO_STEPS)
+    class Unit(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embedding, self.linear = nn.Embedding(4, 6), nn.Linear(6, 6)
+            self.scale = nn.Parameter(torch.full((6,), 0.5))
+
+        def forward(self, x):
+            return self.linear(x) * self.scale + self.embedding(x.long().clamp(0, 3)).sum(1)
+
+    class Uses(nn.Module):
+        def __init__(self, use) -> None:
+            super().__init__()
+            self.unit, self.use, self.out = UsedOutside.Unit(), use, nn.Linear(6, 3)
+
+        def forward(self, x):
+            return self.out(self.unit(x) + self.use(self.unit, x))
+
+    def __init__(self, use) -> None:
+        self.use = use
+
+    def build_model(self):
+        return self.Uses(self.use).double()
+
+    def eval_data(self):
+        return None
+
+
+@pytest.mark.parametrize(
+    ("use", "name"),
+    [
+        (lambda unit, x: unit.embedding(x.long().clamp(0, 3)).sum(1), "a divided layer"),
+        pytest.param(lambda unit, x: unit.linear(x), "linear", marks=pytest.mark.slow),
+        (lambda unit, x: x + unit.scale.square().sum(), "add"),
+    ],
+    ids=["embedding", "linear", "parameter"],
+)
+def test_parameters_of_a_unit_that_are_used_outside_of_it_are_refused(use, name, tmp_path):
+    sentence = rf"used outside that unit's forward \({name}\), .* return what needs it"
+    with pytest.raises(DureError, match=sentence) as found:
+        train_case(tmp_path, UsedOutside(use), "fsdp", 4, mesh="shard=2,tensor=2", units="unit", **ZOO_STEPS)
+    assert found.value.exit_code == 2
+
+
+@pytest.mark.slow
+def test_numbers_that_are_read_from_parameters_of_a_unit_are_those_of_the_whole(trained, tmp_path):
+    task = UsedOutside(lambda unit, x: x / (unit.scale.norm().item() + unit.linear.weight.norm().item()))
+    run = train_case(tmp_path, task, "fsdp", 4, mesh="shard=2,tensor=2", units="unit", **ZOO_STEPS)
+    assert largest_difference(weights_of(run), weights_of(trained(task, **ZOO_STEPS))) < TO_ROUNDING
 
 
 def test_start_says_what_is_divided_and_how():

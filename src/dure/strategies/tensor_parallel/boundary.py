@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
+from dure.errors import TaskInvalid
 from dure.torchcompat import is_transforming
 
 
@@ -35,6 +36,28 @@ def mark_as_copy(value: Any) -> Any:
 def is_copy(value: Any) -> bool:
     """Return whether a value was marked as a copy."""
     return hasattr(storage_of(value), "is_copy")
+
+
+def is_shard(value: Any) -> bool:
+    """Return whether a value is a DTensor that ranks with other samples divide, as a parameter that is not gathered."""
+    return isinstance(value, DTensor) and value.device_mesh.mesh_dim_names != ("tensor",)
+
+
+def check_is_gathered(value: Any, name: str) -> None:
+    """Refuse a parameter that is not gathered, which would be taken for one that is divided over the tensor group.
+
+    Args:
+        value: A parameter, or a value computed from one.
+        name: Name of what uses it.
+
+    Raises:
+        TaskInvalid: This rank has a shard of it.
+    """
+    if is_shard(value):
+        raise TaskInvalid(
+            f"a parameter of a unit is used outside that unit's forward ({name}), where this rank has a shard of it "
+            "only: return what needs it from the unit, name other units with --fsdp.units, or use ddp"
+        )
 
 
 class Traffic:
@@ -98,6 +121,7 @@ def to_local(value: Any, *, gradient: Placement | None = None) -> Tensor:
         gradient: Placement of this rank's gradient: `Partial` if each rank uses the whole for a different purpose. By
             default it is that of the value.
     """
+    check_is_gathered(value, "a divided layer")
     placement = gradient or _of_gradient(value.placements[0])
     found: Tensor = _ToLocal.apply(value, placement)  # type: ignore[no-untyped-call]
     return found
@@ -108,6 +132,7 @@ def redistributed(value: Any, placement: Placement, *, is_counted: bool | None =
 
     Communication: an all_gather, all_reduce or reduce_scatter; none from the whole to parts.
     """
+    check_is_gathered(value, "a divided layer")
     if value.placements == (placement,):
         return value
     is_counted = torch.is_grad_enabled() if is_counted is None else is_counted

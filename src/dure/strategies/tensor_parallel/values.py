@@ -19,9 +19,11 @@ from dure.errors import TaskInvalid
 from dure.strategies.contract.batches import map_tensors
 from dure.strategies.state.tensor_shard import version_of
 from dure.strategies.tensor_parallel.boundary import (
+    check_is_gathered,
     from_local,
     gathered,
     is_copy,
+    is_shard,
     mark_as_copy,
     redistributed,
     storage_of,
@@ -42,7 +44,7 @@ def undivided(values: Any) -> Any:
 
 
 def _undivided(value: Tensor) -> Any:
-    if not isinstance(value, DTensor):
+    if not isinstance(value, DTensor) or is_shard(value):
         return value
     return mark_as_copy(whole_of_fused(value) if is_fused(value) else gathered(value))
 
@@ -85,6 +87,10 @@ class DividedValues(TorchFunctionMode):
         if is_change:
             _check_is_own(kwargs.get("out", args[0] if args else None), name)
         if divided is None or is_operator(func):
+            return func(*args, **kwargs)
+        if (shard := _first((args, kwargs), is_shard)) is not None:
+            if _first((args, kwargs), _is_no_shard) is not None:
+                check_is_gathered(shard, name)
             return func(*args, **kwargs)
         if is_fused(args[0] if args else None) and not may_be_asked(func):
             if is_change:
@@ -147,13 +153,21 @@ def _version(get: Any, value: Any, *owner: Any) -> int:
 
 
 def _first_divided(values: Any) -> Any:
-    """Return the first DTensor among arguments, including those in lists and tuples."""
+    return _first(values, lambda value: isinstance(value, DTensor))
+
+
+def _first(values: Any, is_wanted: Callable[[Any], bool]) -> Any:
+    """Return the first wanted one among arguments, including those in lists and tuples; None if there is none."""
     for value in values.values() if isinstance(values, dict) else values:
-        if isinstance(value, DTensor):
+        if is_wanted(value):
             return value
-        if isinstance(value, tuple | list | dict) and (found := _first_divided(value)) is not None:
+        if isinstance(value, tuple | list | dict) and (found := _first(value, is_wanted)) is not None:
             return found
     return None
+
+
+def _is_no_shard(value: Any) -> bool:
+    return isinstance(value, Tensor) and not is_shard(value)
 
 
 def _has_tensor(index: Any) -> bool:

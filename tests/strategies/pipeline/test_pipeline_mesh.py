@@ -148,7 +148,7 @@ def test_start_says_what_is_divided_and_how():
         ({"tensor_plan": "7=column"}, "plan names 7, which fits no module of the model"),
         (
             {"mesh": "pipeline=4", "tensor_plan": "0=column"},
-            "tensor_plan says what the axis tensor of the mesh divides",
+            "tensor_plan is about layers that the axis tensor of the mesh divides",
         ),
         ({"mesh": "pipeline=2,shard=2"}, "mesh names the axis shard, which this strategy does not have"),
     ],

@@ -155,7 +155,10 @@ def test_ranks_hold_a_part_of_a_part_and_say_what_they_send():
         ({"sync_batchnorm": True}, "sync_batchnorm does not go with layers that are divided over the axis tensor"),
         ({"tensor_plan": "7=column"}, "plan names 7, which fits no module of the model"),
         ({"mesh": "shard=2,data=2"}, "mesh names the axis data, which this strategy does not have"),
-        ({"mesh": "shard=4", "tensor_plan": "0=column"}, "tensor_plan says what the axis tensor of the mesh divides"),
+        (
+            {"mesh": "shard=4", "tensor_plan": "0=column"},
+            "tensor_plan is about layers that the axis tensor of the mesh divides",
+        ),
         ({"mesh": "shard=2"}, "mesh shard 2 needs 2: start as many, or set mesh to shard=4"),
     ],
     ids=repr,

@@ -20,3 +20,4 @@ class PipelineOptions(Buckets, SectionOptions):
     tensor_plan: str | None = Field(
         None, description="what the axis tensor of the mesh divides, as tensor-parallel.plan says it (default: found)"
     )
+    sequence_parallel: bool = Field(False, description="with an axis tensor, as tensor-parallel.sequence-parallel")

@@ -47,7 +47,7 @@ from dure.strategies.sections.values import Description, Lanes, lanes_of, nothin
 from dure.strategies.sections.verify import hooks_gradients
 from dure.strategies.state.objects.object_state import ObjectState
 from dure.strategies.state.saved_state import StateSource, StrategyState
-from dure.strategies.tensor_parallel.plan import axis_faults, needless_plan, plan_of
+from dure.strategies.tensor_parallel.plan import axis_faults, needless_options, plan_of
 from dure.strategies.tensor_parallel.tensor_division import TensorDivision
 from dure.strategies.tensor_parallel.values import undivided
 from dure.torchcompat import with_compilation
@@ -140,8 +140,8 @@ class Pipeline(SectionedStrategy):
         if axes["tensor"] > 1:
             settings = {"compile": spec.compile}
             faults += axis_faults(model, axes["tensor"], options.tensor_plan, settings, "data and pipeline")
-        elif options.tensor_plan is not None:
-            faults.append(needless_plan("pipeline"))
+        else:
+            faults += needless_options("pipeline", options.tensor_plan, is_sequence_parallel=options.sequence_parallel)
         num_stages = _num_stages(axes["pipeline"], options)
         return faults + faults_of(registered_chain(model), num_stages, cut_names(options.cuts), CURE)
 
@@ -174,7 +174,10 @@ class Pipeline(SectionedStrategy):
             own = tuple(f"{name}." for name in self.plan.calls if self.plan.section_of_block(name) in self.stages)
             if self.num_stages > 1:
                 plan.styles = {name: style for name, style in plan.styles.items() if f"{name}.".startswith(own)}
-            self.division = TensorDivision(plan, self.mesh, self.mesh.group("tensor"), self.device)
+            alike = self.mesh.group("tensor")
+            self.division = TensorDivision(
+                plan, self.mesh, alike, self.device, is_sequence_parallel=self.options.sequence_parallel
+            )
             self.division.divide(model)
         return model
 

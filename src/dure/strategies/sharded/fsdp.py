@@ -44,7 +44,7 @@ from dure.strategies.state.module_patterns import shortened
 from dure.strategies.state.objects.object_state import ObjectState
 from dure.strategies.state.saved_state import StateSource, StrategyState
 from dure.strategies.tensor_parallel.layers import follow_placement
-from dure.strategies.tensor_parallel.plan import axis_faults, needless_plan, plan_of
+from dure.strategies.tensor_parallel.plan import axis_faults, needless_options, plan_of
 from dure.strategies.tensor_parallel.tensor_division import TensorDivision
 from dure.torchcompat import run_backward
 from dure.units import format_bytes
@@ -135,8 +135,8 @@ class FSDP(ShardedStrategy):
                 "cpu_offload": options.cpu_offload,
             }
             faults += axis_faults(model, axes["tensor"], options.tensor_plan, settings, "replica and shard")
-        elif options.tensor_plan is not None:
-            faults.append(needless_plan("shard"))
+        else:
+            faults += needless_options("shard", options.tensor_plan, is_sequence_parallel=options.sequence_parallel)
         num_shards = axes["shard"]
         if options.reshard_size is not None and (
             num_shards % options.reshard_size or options.reshard_size == num_shards
@@ -195,7 +195,9 @@ class FSDP(ShardedStrategy):
         self._parameter_bytes = parameter_bytes(model)
         if self.mesh.size("tensor") > 1:
             plan = plan_of(model, self.mesh.size("tensor"), self.options.tensor_plan)
-            self.division = TensorDivision(plan, self.mesh, self.group, self.device)
+            self.division = TensorDivision(
+                plan, self.mesh, self.group, self.device, is_sequence_parallel=self.options.sequence_parallel
+            )
             self.division.divide(model)
         self._change_forwards(model)
         self.gathered = [self._shard(unit.module, is_root=False) for unit in reversed(self.units)]

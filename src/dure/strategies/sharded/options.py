@@ -38,6 +38,7 @@ class FSDPOptions(StrategyOptions):
     tensor_plan: str | None = Field(
         None, description="what the axis tensor of the mesh divides, as tensor-parallel.plan says it (default: found)"
     )
+    sequence_parallel: bool = Field(False, description="with an axis tensor, as tensor-parallel.sequence-parallel")
 
     def faults(self, spec: RunSpec) -> list[tuple[str, str]]:
         """Refuse fp16 with shards in host memory, and options without effect."""

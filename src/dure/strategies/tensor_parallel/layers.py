@@ -1,6 +1,7 @@
 """Linear and embedding layers divided over a tensor group: the weight is a DTensor, and the forward is replaced."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 from weakref import ref
 
@@ -15,8 +16,21 @@ from dure import torchcompat
 from dure.comm.groups import Group
 from dure.strategies.state.module_replicas import Intercepted
 from dure.strategies.state.tensor_shard import version_of
-from dure.strategies.tensor_parallel.boundary import from_local, longest_part, redistributed, released, to_local
+from dure.strategies.tensor_parallel.boundary import (
+    from_local,
+    longest_part,
+    redistributed,
+    released,
+    storage_of,
+    to_local,
+)
 from dure.strategies.tensor_parallel.fused import as_fused, whole_of_fused
+
+Sum = Callable[[Any], Tensor]
+"""Function from the summands of every rank, as a DTensor, to their sum: `released` or `sequence_part`."""
+
+_SEQUENCE = 1
+"""Dimension that `sequence_part` divides: with the batch first, that of tokens."""
 
 
 class WholeInput:
@@ -26,6 +40,7 @@ class WholeInput:
         self._mesh = mesh
         self._seen: tuple[ref[Tensor], tuple[int, bool], Tensor] | None = None
         """Value, its version (which in-place changes increment), whether its gradient was recorded, and its DTensor."""
+        self._saved: Callable[[], AbstractContextManager[None]] = nullcontext
 
     def __call__(self, value: Tensor) -> Tensor:
         """Return the value as a DTensor that every rank has whole.
@@ -33,20 +48,78 @@ class WholeInput:
         Communication: in backward one all_reduce of the value's size over the tensor group. A divided value is
         gathered, and its gradient summed and divided.
         """
-        if isinstance(value, DTensor):
-            whole: Tensor = redistributed(value, Replicate())
-            return whole
         # what was converted without gradients, as in a checkpoint, would give the value none
         state = (version_of(value), value.requires_grad and torch.is_grad_enabled())
         if self._seen is not None and self._seen[0]() is value and self._seen[1] == state:
             return self._seen[2]
-        whole = from_local(value, self._mesh, Replicate())
+        whole: Tensor
+        if isinstance(value, DTensor):
+            part = _in_autocast(value)
+            whole = redistributed(part, Replicate())
+            self._saved = SavedPart(part, whole).saving if whole is not part else nullcontext
+        else:
+            whole, self._saved = from_local(value, self._mesh, Replicate()), nullcontext
         self._seen = (ref(value), state, whole)
         return whole
 
+    def saved(self) -> AbstractContextManager[None]:
+        """Return the context for computing with the value: only this rank's part of a divided one is saved."""
+        return self._saved()
+
     def forget(self) -> None:
         """Release the value that was last converted."""
-        self._seen = None
+        self._seen, self._saved = None, nullcontext
+
+
+class SavedPart:
+    """Part of a divided value, saved for backward in place of the whole, which is gathered there again.
+
+    As in Korthikanti et al. 2022, section 4.2.2: the whole would take as much memory as all other activations.
+    """
+
+    def __init__(self, part: Any, whole: Any) -> None:
+        self._part = part.detach()
+        self._whole = ref(whole)
+        self._num_saved = 0
+        self._again: Any = None
+        """The whole, gathered for the first of the layers that saved it, until the last has it."""
+
+    @contextmanager
+    def saving(self) -> Iterator[None]:
+        """Enter the context of a computation with the whole."""
+        with torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack):
+            yield
+
+    def _pack(self, value: Tensor) -> Any:
+        whole: Any = self._whole()
+        storage = None if whole is None else storage_of(whole)
+        if storage is None or storage_of(value) is not storage:
+            return value
+        if value.numel() != whole.numel() or not value.is_contiguous():
+            return value
+        self._num_saved += 1
+        return value.shape, isinstance(value, DTensor)
+
+    def _unpack(self, saved: Any) -> Any:
+        if isinstance(saved, Tensor):
+            return saved
+        shape, is_divided = saved
+        with torch.no_grad():
+            whole = self._again
+            if whole is None:
+                whole = redistributed(self._part, Replicate(), is_counted=True)
+            self._num_saved -= 1
+            self._again = whole if self._num_saved > 0 else None
+            found = whole.view(shape)
+            return found if is_divided else found.to_local()
+
+
+def _in_autocast(value: Any) -> Any:
+    """Return a value in the dtype in which a layer would compute with it, in which it is cheaper to send."""
+    kind = value.device.type
+    if not torch.is_autocast_enabled(kind) or not value.is_floating_point():
+        return value
+    return value.to(torch.get_autocast_dtype(kind))
 
 
 class DividedLayer(ParallelStyle):
@@ -110,7 +183,9 @@ def follow_placement(parameter: nn.Parameter, placement: Placement) -> None:
 
 def column_forward(whole_input: WholeInput, layer: Any, value: Tensor) -> Tensor:
     """Return `value @ weight.T + bias` `(..., out)`, divided along its last dimension."""
-    return functional.linear(whole_input(value), layer.weight, layer.bias)
+    whole = whole_input(value)
+    with whole_input.saved():
+        return functional.linear(whole, layer.weight, layer.bias)
 
 
 def gathered_forward(whole_input: WholeInput, layer: Any, value: Tensor) -> Tensor:
@@ -118,7 +193,7 @@ def gathered_forward(whole_input: WholeInput, layer: Any, value: Tensor) -> Tens
 
     Communication: one all_gather of the output over the tensor group.
     """
-    output = functional.linear(whole_input(value), layer.weight, layer.bias)
+    output = column_forward(whole_input, layer, value)
     whole_input.forget()
     return released(output)
 
@@ -145,30 +220,31 @@ def fused_forward(
 
     bias = None if layer.bias is None else of_own_heads(layer.bias)
     local = to_local(whole_input(value), gradient=Partial())
-    fused = as_fused(functional.linear(local, of_own_heads(layer.weight), bias), mesh)
+    weight = of_own_heads(layer.weight)
+    with whole_input.saved():
+        fused = as_fused(functional.linear(local, weight, bias), mesh)
     if is_inside():
         return fused
     whole_input.forget()
     return whole_of_fused(fused)
 
 
-def row_forward(mesh: DeviceMesh, whole_input: WholeInput, layer: Any, value: Tensor) -> Tensor:
+def row_forward(mesh: DeviceMesh, whole_input: WholeInput, summed: Sum, layer: Any, value: Tensor) -> Tensor:
     """Return `value @ weight.T + bias` `(..., out)`, summed over ranks, each of which uses its features of the input.
 
-    Communication: one all_reduce of the output over the tensor group; for an input that was whole, backward gathers the
-    gradient.
+    Communication: that of the sum over the tensor group; for an input that was whole, backward gathers the gradient.
     """
     whole_input.forget()
     given = value if isinstance(value, DTensor) else from_local(value, mesh, Replicate())
     divided = redistributed(given, Shard(value.dim() - 1))
-    summed = released(functional.linear(divided, layer.weight))
-    return summed if layer.bias is None else summed + layer.bias
+    output = summed(functional.linear(divided, layer.weight))
+    return output if layer.bias is None else output + layer.bias
 
 
-def vocab_forward(mesh: DeviceMesh, layer: Any, indices: Tensor) -> Tensor:
+def vocab_forward(mesh: DeviceMesh, summed: Sum, layer: Any, indices: Tensor) -> Tensor:
     """Return the rows `(..., embedding_dim)`, each from the rank that has it.
 
-    Communication: one all_reduce of the output over the tensor group.
+    Communication: that of the sum over the tensor group.
     """
     rows = to_local(layer.weight)
     first = mesh.get_local_rank() * longest_part(layer.num_embeddings, mesh.size())
@@ -179,4 +255,19 @@ def vocab_forward(mesh: DeviceMesh, layer: Any, indices: Tensor) -> Tensor:
         rows,
         padding_idx=padding if padding is not None and 0 <= padding < len(rows) else None,
     )
-    return released(from_local(found.masked_fill(~is_here[..., None], 0.0), mesh, Partial()))
+    return summed(from_local(found.masked_fill(~is_here[..., None], 0.0), mesh, Partial()))
+
+
+def sequence_part(value: Any) -> Tensor:
+    """Return summands `(N, T, ...)` of every rank, added up, with each rank's part of the second dimension.
+
+    Korthikanti et al. 2022, section 4.2.2: norms, dropout and sums between divided layers are computed once by the
+    ranks together, and not by each. A value with fewer dimensions, or of a sequence shorter than the ranks are many, is
+    whole on every rank.
+
+    Communication: one reduce_scatter of the output over the tensor group; in backward an all_gather of its gradient.
+    """
+    if value.dim() < 3 or value.size(_SEQUENCE) < value.device_mesh.size():
+        return released(value)
+    part: Tensor = redistributed(value, Shard(_SEQUENCE))
+    return part

@@ -11,3 +11,6 @@ class TensorParallelOptions(Buckets):
     plan: str | None = Field(
         None, description="what to divide, as blocks.*.up=column,blocks.*.down=row (default: found)"
     )
+    sequence_parallel: bool = Field(
+        False, description="divide norms, dropout and sums between divided layers too, along the sequence (dimension 1)"
+    )

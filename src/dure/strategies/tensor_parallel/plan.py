@@ -394,13 +394,18 @@ def axis_faults(
     ]
 
 
-def needless_plan(axis: str) -> str:
-    """Return the message about a plan of divided layers where the axis `tensor` has one rank.
+def needless_options(axis: str, plan: str | None, *, is_sequence_parallel: bool) -> list[str]:
+    """Return the faults of options about divided layers where the axis `tensor` has one rank.
 
     Args:
         axis: An axis of the strategy, for the example.
+        plan: Given plan, or None.
+        is_sequence_parallel: Whether values between divided layers are to be divided.
     """
-    return (
-        "tensor_plan says what the axis tensor of the mesh divides, which has one rank: name it, as in --mesh "
-        f"{axis}=2,tensor=2, or leave the plan out"
-    )
+    given = {"tensor_plan": plan is not None, "sequence_parallel": is_sequence_parallel}
+    return [
+        f"{name} is about layers that the axis tensor of the mesh divides, which has one rank: name it, as in --mesh "
+        f"{axis}=2,tensor=2, or leave {name} out"
+        for name, is_given in given.items()
+        if is_given
+    ]

@@ -20,7 +20,7 @@ from dure.strategies.contract.step_facts import DeferredRead
 from dure.strategies.state.containers import attributes_of, map_leaves, set_attribute
 from dure.strategies.state.module_patterns import shortened
 from dure.strategies.state.module_replicas import INTERNAL, Intercepted
-from dure.strategies.tensor_parallel.boundary import Traffic, counted_by
+from dure.strategies.tensor_parallel.boundary import Traffic, counted_by, released
 from dure.strategies.tensor_parallel.gradient_messages import bytes_of, exchange_gradients, messages_of
 from dure.strategies.tensor_parallel.layers import (
     DividedLayer,
@@ -29,6 +29,7 @@ from dure.strategies.tensor_parallel.layers import (
     fused_forward,
     gathered_forward,
     row_forward,
+    sequence_part,
     vocab_forward,
 )
 from dure.strategies.tensor_parallel.plan import OPTION, STYLES, TensorPlan, shard_dim, whole_layers
@@ -43,7 +44,9 @@ _DRAW_BITS = 20
 class TensorDivision:
     """Division of a plan's layers over the axis `tensor` of a mesh."""
 
-    def __init__(self, plan: TensorPlan, mesh: Mesh, group: Group, device: torch.device) -> None:
+    def __init__(
+        self, plan: TensorPlan, mesh: Mesh, group: Group, device: torch.device, *, is_sequence_parallel: bool
+    ) -> None:
         """Set the parameters of the division.
 
         Args:
@@ -51,8 +54,10 @@ class TensorDivision:
             mesh: Mesh with the axis `tensor`.
             group: All ranks, which start with rank 0's values.
             device: Device of this rank.
+            is_sequence_parallel: Whether values between divided layers are divided along the sequence.
         """
         self.plan = plan
+        self._sum = sequence_part if is_sequence_parallel else released
         self.mesh = mesh
         self.traffic = Traffic(mesh.size("tensor"))
         self.values = DividedValues()
@@ -90,8 +95,8 @@ class TensorDivision:
                 "column": partial(column_forward, whole_input),
                 "fused": partial(fused_forward, mesh, whole_input, lambda: self._is_dividing),
                 "gathered": partial(gathered_forward, whole_input),
-                "row": partial(row_forward, mesh, whole_input),
-                "vocab": partial(vocab_forward, mesh),
+                "row": partial(row_forward, mesh, whole_input, self._sum),
+                "vocab": partial(vocab_forward, mesh, self._sum),
             }[style]
             plan[name] = DividedLayer(shard_dim(style), forward, self._group, divided)
         held = {

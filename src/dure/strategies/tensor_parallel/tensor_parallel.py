@@ -83,7 +83,9 @@ class TensorParallel(ShardedStrategy):
         self.shard_groups = {"tensor": self.mesh.group("tensor")}
         self.random_stream = self.mesh.coordinate("data")
         plan = plan_of(model, self.mesh.size("tensor"), self.options.plan)
-        self.division = TensorDivision(plan, self.mesh, self.group, self.device)
+        self.division = TensorDivision(
+            plan, self.mesh, self.group, self.device, is_sequence_parallel=self.options.sequence_parallel
+        )
         self.division.divide(model)
         self._place_rest(model)
         return model

@@ -1172,6 +1172,18 @@ def is_operator(func: object) -> bool:
     return isinstance(func, torch._ops.OpOverload | torch._ops.OpOverloadPacket)
 
 
+def is_below_autograd() -> bool:
+    """Return whether a call comes from within torch's dispatch, where no gradient is recorded (private in torch)."""
+    return torch._C._dispatch_tls_is_dispatch_key_excluded(torch._C.DispatchKey.AutogradFunctionality)
+
+
+def schemas_of(operator: Any) -> list[Any]:
+    """Return the schemas of one of `torch.ops`: of an overload its own, of a packet those of all (private in torch)."""
+    if isinstance(operator, torch._ops.OpOverload):
+        return [operator._schema]
+    return [getattr(operator, name)._schema for name in operator.overloads()]
+
+
 @contextmanager
 def watched_parametrizations(cached: Callable[[], Any]) -> Iterator[None]:
     """Call a function on each look-up in the cache of `torch.nn.utils.parametrize.cached` (private in torch)."""

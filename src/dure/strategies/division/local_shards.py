@@ -94,9 +94,19 @@ class LocalShards:
         return tuple(name for name, placed in zip(names, whole.placements, strict=True) if not placed.is_replicate())
 
     def take_gradients(self) -> None:
-        """Assign the DTensors' gradients to their local tensors."""
+        """Assign the DTensors' gradients to their local tensors.
+
+        Raises:
+            TaskInvalid: A parameter that is no DTensor has a divided gradient.
+        """
         for local in self.parameters:
             whole = self._wholes.get(id(local))
+            if whole is None and isinstance(local.grad, DTensor):
+                name = next(name for name, parameter in self.named if parameter is local)
+                raise TaskInvalid(
+                    f"the model uses {name} with divided values in code that cannot be followed (torch.jit.script, an "
+                    "extension in C++): call functions of torch there, leave the layers before it whole, or use ddp"
+                )
             if whole is None or whole.grad is None:
                 continue
             gradient: Any = whole.grad

@@ -34,7 +34,7 @@ from dure.strategies.tensor_parallel.layers import (
 )
 from dure.strategies.tensor_parallel.plan import OPTION, STYLES, TensorPlan, shard_dim, whole_layers
 from dure.strategies.tensor_parallel.rules import has_no_rule
-from dure.strategies.tensor_parallel.values import DividedValues, undivided
+from dure.strategies.tensor_parallel.values import DividedValues, undivided, whole_in_functions
 from dure.torchcompat import default_generator, without_compilation
 
 _DRAW_BITS = 20
@@ -75,6 +75,7 @@ class TensorDivision:
         """
         # masks and tables made by a model are equal on every rank: combined with divided values, they are whole
         self._resources.enter_context(implicit_replication())
+        self._resources.enter_context(whole_in_functions())
         # the fast path of nn.TransformerEncoder uses weights without calling the layers
         had_fast_path = torch.backends.mha.get_fastpath_enabled()
         torch.backends.mha.set_fastpath_enabled(False)
@@ -86,11 +87,10 @@ class TensorDivision:
         device_mesh = self.mesh.device_mesh
         assert device_mesh is not None
         mesh = device_mesh["tensor"]
-        inputs = {region: WholeInput(mesh) for region in map(self.plan.region_of, self.plan.styles)}
+        whole_input = WholeInput(mesh)
         divided: dict[int, nn.Parameter] = {}
         plan: dict[str, Any] = {}
         for name, style in self.plan.styles.items():
-            whole_input = inputs[self.plan.region_of(name)]
             forward = {
                 "column": partial(column_forward, whole_input),
                 "fused": partial(fused_forward, mesh, whole_input, lambda: self._is_dividing),

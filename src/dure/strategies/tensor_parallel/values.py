@@ -5,7 +5,8 @@ with its usual shapes, and DTensor knows the part of each rank. DTensor has rule
 wrong without an error. So it gets those that are known to be right, and all others are computed with the whole values.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -32,7 +33,7 @@ from dure.strategies.tensor_parallel.boundary import (
 from dure.strategies.tensor_parallel.fused import OF_GRADIENT, is_fused, may_be_asked, on_fused, whole_of_fused
 from dure.strategies.tensor_parallel.plan import OPTION
 from dure.strategies.tensor_parallel.rules import COMPUTED, MAY_VIEW, UNTOUCHED, changes_first, has_no_rule
-from dure.torchcompat import is_operator, local_tensor
+from dure.torchcompat import is_below_autograd, is_operator, local_tensor, schemas_of
 
 
 def undivided(values: Any) -> Any:
@@ -86,12 +87,14 @@ class DividedValues(TorchFunctionMode):
         is_change = changes_first(func, kwargs)
         if is_change:
             _check_is_own(kwargs.get("out", args[0] if args else None), name)
-        if divided is None or is_operator(func):
+        if divided is None or (is_operator(func) and is_below_autograd()):
             return func(*args, **kwargs)
         if (shard := _first((args, kwargs), is_shard)) is not None:
             if _first((args, kwargs), _is_no_shard) is not None:
                 check_is_gathered(shard, name)
             return func(*args, **kwargs)
+        if is_operator(func):
+            return _of_operator(func, *args, **kwargs)
         if is_fused(args[0] if args else None) and not may_be_asked(func):
             if is_change:
                 raise TaskInvalid(
@@ -124,6 +127,31 @@ class DividedValues(TorchFunctionMode):
         if name in MAY_VIEW:
             _mark_copies(found, func, args, kwargs)
         return found
+
+
+@contextmanager
+def whole_in_functions() -> Iterator[None]:
+    """Enter the context in which autograd functions, other than torch's own, get whole values.
+
+    No mode sees their calls. With a divided value, the gradient that one computes of a plain parameter would be a
+    DTensor.
+    """
+    own = vars(torch.autograd.Function)["apply"]
+
+    def apply(cls: type, *args: Any, **kwargs: Any) -> Any:
+        if not cls.__module__.startswith(_MODULES) and _first_divided((args, kwargs)) is not None:
+            args, kwargs = undivided((args, kwargs))
+        return own.__func__(cls, *args, **kwargs)
+
+    torch.autograd.Function.apply = classmethod(apply)  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        torch.autograd.Function.apply = own  # type: ignore[method-assign]
+
+
+_MODULES = ("torch.", "dure.")
+"""Beginnings of the names of modules whose autograd functions know divided values."""
 
 
 def _mark_copies(found: Any, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -220,6 +248,20 @@ def _is_followed(value: Tensor) -> bool:
 def _on_whole(func: Any, *args: Any, **kwargs: Any) -> Any:
     args, kwargs = undivided((args, kwargs))
     return func(*args, **kwargs)
+
+
+def _of_operator(func: Any, *args: Any, **kwargs: Any) -> Any:
+    """Call one of `torch.ops`, which is below the rules for functions, with whole values.
+
+    Raises:
+        TaskInvalid: It changes an argument, of which the ranks would have copies.
+    """
+    if kwargs.get("out") is not None or all(schema.is_mutable for schema in schemas_of(func)):
+        raise TaskInvalid(
+            f"the model calls {func}, which changes an argument in place, with a value that is divided over the ranks: "
+            f"use the function of torch that does the same, or make the layers before it gathered with {OPTION}"
+        )
+    return _on_whole(func, *args, **kwargs)
 
 
 def _in_place(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], mesh: DeviceMesh) -> Any:

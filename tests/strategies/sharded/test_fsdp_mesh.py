@@ -1,6 +1,7 @@
 """Meshes of fsdp with an axis `tensor`: ranks with the same samples divide layers, and others divide these parts."""
 
 import json
+from dataclasses import replace
 
 import pytest
 import torch
@@ -8,6 +9,7 @@ from torch import nn
 
 from dure.comm.groups import ProcessGroup
 from dure.errors import DureError
+from dure.strategies.state.tensor_shard import Rectangle, TensorShard, own_shard
 from tests.comm.gloo_ranks import on_ranks
 from tests.conformance.cases import (
     TO_ROUNDING,
@@ -146,6 +148,26 @@ def test_ranks_hold_a_part_of_a_part_and_say_what_they_send():
         assert held["parameters"] == held["gradients"] == 2 * 8 * 16 * 4 // 4
         assert held["state"] == 2 * held["parameters"]
         assert counted == told
+
+
+def test_shards_of_sizes_that_do_not_divide_are_saved_where_they_belong():
+    def uneven() -> nn.Module:
+        torch.manual_seed(0)
+        return nn.Sequential(nn.Linear(8, 7), nn.Tanh(), nn.LayerNorm(7), nn.Linear(7, 7))
+
+    def work(group: ProcessGroup) -> list[TensorShard]:
+        strategy = prepared("fsdp", group, uneven(), mesh="shard=3,tensor=2")
+        shards = [own_shard(value) for value in strategy.state_dict().model.values()]
+        shards = [replace(shard, tensor=shard.tensor.detach().clone()) for shard in shards]
+        strategy.close()
+        return shards
+
+    for shards, whole in zip(zip(*on_ranks(6, work), strict=True), uneven().state_dict().values(), strict=True):
+        found = torch.full_like(whole, torch.nan)
+        for shard in shards:
+            assert shard.rectangle.fits(tuple(whole.shape))
+            found[shard.rectangle.within(Rectangle.of_whole(whole.shape))] = shard.tensor
+        assert torch.equal(found, whole)
 
 
 @pytest.mark.parametrize(

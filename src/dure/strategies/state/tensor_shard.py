@@ -85,7 +85,26 @@ def as_shard(value: Any) -> "Tensor | TensorShard":
     chunks = value.__create_chunk_list__()
     if len(chunks) != 1:
         raise TypeError(f"a tensor of which one rank has {len(chunks)} separate shards")
-    return TensorShard(tensor=value.to_local(), offsets=tuple(chunks[0].offsets), shape=tuple(value.shape))
+    return TensorShard(tensor=value.to_local(), offsets=_offsets_of(value), shape=tuple(value.shape))
+
+
+def _offsets_of(value: Any) -> tuple[int, ...]:
+    """Return the index in the whole tensor at which this rank's part of a `DTensor` begins.
+
+    If two axes of the mesh divide one dimension, the one with a split factor divided what the other had left. Torch
+    computes these offsets the other way round, which is wrong for sizes that do not divide.
+    """
+    mesh = value.device_mesh
+    axes = list(zip(value.placements, mesh.shape, mesh.get_coordinate(), strict=True))
+    offsets, sizes = [0] * value.dim(), list(value.shape)
+    for placement, num_parts, index in sorted(axes, key=lambda axis: hasattr(axis[0], "split_factor")):
+        if not placement.is_replicate():
+            dim = placement.dim
+            longest = -(-sizes[dim] // num_parts)
+            begin = min(longest * index, sizes[dim])
+            offsets[dim] += begin
+            sizes[dim] = min(longest, sizes[dim] - begin)
+    return tuple(offsets)
 
 
 def memory_of(value: Tensor | TensorShard) -> tuple[Any, ...] | None:

@@ -5,6 +5,7 @@ import json
 import runpy
 import socket
 import subprocess
+import urllib.request
 
 import numpy as np
 import pytest
@@ -285,3 +286,35 @@ def test_failure_when_an_error_was_raised_from_a_lost_peers_then_it_is_a_consequ
             raise RuntimeError("the step failed") from error
 
     assert caught(step).is_consequence
+
+
+def test_failure_when_an_error_was_raised_because_of_a_lost_peers_then_it_is_a_consequence():
+    def step():
+        try:
+            raise PeerLost("rank 1 went away")
+        except PeerLost:
+            raise RuntimeError("the training failed") from None
+
+    assert caught(step).is_consequence
+
+
+def test_failure_when_a_module_of_python_translates_the_error_of_its_socket_then_it_is_no_consequence():
+    def step():
+        urllib.request.urlopen("http://127.0.0.1:9/labels", timeout=5)
+
+    failure = caught(step)
+    assert "Connection refused" in failure.message
+    assert not failure.is_consequence
+
+
+def test_failure_when_an_error_was_raised_because_of_a_lost_loaders_then_it_is_no_consequence():
+    def step():
+        try:
+            try:
+                raise PeerLost("stands for the connection to a loader process")
+            except PeerLost:
+                raise RuntimeError("DataLoader worker (pid 7) is killed by signal: Killed.") from None
+        except RuntimeError as error:
+            raise ValueError("no data") from error
+
+    assert not caught(step).is_consequence

@@ -178,6 +178,14 @@ def test_verdict_when_a_script_left_by_sys_exit_then_its_line_and_its_words_are_
     assert end_from_json(end_to_json(left), "node 1", 0.0).departure == left.departure
 
 
+@pytest.mark.parametrize("code", [0, 1])
+def test_verdict_when_a_script_left_by_sys_exit_because_it_lost_a_rank_then_that_one_is_named(code, tmp_path):
+    departure = Departure(message=None, user_line=None, is_consequence=True)
+    followed = replace(end(0, code, 1.0), departure=departure)
+    left = replace(end(1, 1, 2.0), departure=replace(departure, is_consequence=False))
+    assert judge(tmp_path, [followed, left], is_script=True).text.startswith("rank 1 ended with exit code 1")
+
+
 def test_end_when_a_peers_failure_is_none_then_it_is_refused():
     sent = end_to_json(end(1, 1, message="seen"))
     assert end_from_json(sent, "node 1", 2.0).failure == failure_of(1, time=2.0, message="seen")

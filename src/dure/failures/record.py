@@ -90,6 +90,8 @@ class Departure:
     """Line of the call; None if it is not in user code."""
     may_follow_signal: Flag = True
     """True if a signal that this process received may be its reason: it has handlers, or caught `KeyboardInterrupt`."""
+    is_consequence: Flag = False
+    """True if the script called it because it had lost another rank."""
 
 
 _FAILURE = TypeAdapter(FailureRecord)

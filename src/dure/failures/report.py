@@ -30,6 +30,7 @@ from dure.failures.frames import (
     format_error,
     frames_of,
     is_foreign,
+    is_of_engine,
     is_raise,
     own_file,
     shown_name,
@@ -186,7 +187,12 @@ def leave_departure(leave: SystemExit, report_fd: int | None, *, may_follow_sign
     """
     may_follow_signal = may_follow_signal or any(isinstance(error, KeyboardInterrupt) for error in _contexts(leave))
     message = None if leave.code is None or isinstance(leave.code, int) else _shortened(str(leave.code))
-    departure = Departure(message=message, user_line=_user_line(leave), may_follow_signal=may_follow_signal)
+    departure = Departure(
+        message=message,
+        user_line=_user_line(leave),
+        may_follow_signal=may_follow_signal,
+        is_consequence=is_peer_lost(leave),
+    )
     _write_report(report_fd, {DEPARTURE: asdict(departure)})
 
 
@@ -208,10 +214,14 @@ def _write_report(report_fd: int | None, record: Mapping[str, Any]) -> None:
 
 
 def is_peer_lost(error: BaseException) -> bool:
-    """Return whether an exception, or the one that it was raised from, only reports the loss of another rank."""
+    """Return whether an exception only reports the loss of another rank, or was raised because of one that does."""
     chain = [error]
-    while (cause := chain[-1].__cause__) is not None and all(cause is not one for one in chain):
-        chain.append(cause)
+    while (before := chain[-1].__cause__ or chain[-1].__context__) is not None and all(
+        before is not one for one in chain
+    ):
+        if _is_loader_lost(before):  # its queue may have lost a connection too
+            return False
+        chain.append(before)
     return any(map(_reports_peer, chain))
 
 
@@ -223,10 +233,16 @@ def _reports_peer(error: BaseException) -> bool:
     if isinstance(error, PeerLost):
         return True
     if isinstance(error, ConnectionError):
-        is_of_ranks = _user_line(error) is None
+        is_of_ranks = _user_line(error) is None and _is_raised_between_ranks(error)
     else:
         is_of_ranks = isinstance(error, RuntimeError) and not _is_raised_by_user(error)
     return is_of_ranks and any(words in message_of(error).lower() for words in _PEER_LOST_WORDS)
+
+
+def _is_raised_between_ranks(error: BaseException) -> bool:
+    """Return whether an exception passed through torch or dure: Python's own modules use sockets of other services."""
+    files = [frame.filename for frame in traceback.extract_tb(error.__traceback__)]
+    return any(file.startswith(OWN_ROOT) or is_of_engine(file) for file in files)
 
 
 def _is_raised_by_user(error: BaseException) -> bool:

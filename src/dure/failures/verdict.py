@@ -144,7 +144,9 @@ def _failed(ends: list[WorkerEnd]) -> list[WorkerEnd]:
 
 
 def _is_consequence(end: WorkerEnd, failure: FailureRecord | None) -> bool:
-    return end.was_stopped if failure is None else failure.is_consequence
+    if failure is not None:
+        return failure.is_consequence
+    return end.was_stopped or (end.departure is not None and end.departure.is_consequence)
 
 
 def _first_cause(ends: list[WorkerEnd], failures: Mapping[int, FailureRecord | None]) -> WorkerEnd:
@@ -173,7 +175,7 @@ def stop_signal(ends: list[WorkerEnd]) -> int | None:
 
 def _unsaid_cause(ends: list[WorkerEnd], failed: list[WorkerEnd]) -> WorkerEnd | None:
     """Find the rank that the others lost, if they only report lost peers: one that exited with 0, or one that hung."""
-    left = [end for end in ends if end.exit_code == 0]
+    left = [end for end in ends if end.exit_code == 0 and not _is_consequence(end, end.failure)]
     has_waited = any(end.failure is not None and _TIMEOUT.search(end.failure.message) for end in failed)
     # without a timeout the others did not wait for it: it was ended because they failed
     hung = [end for end in failed if end.was_stopped and end.failure is None and has_waited]

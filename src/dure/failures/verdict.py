@@ -228,12 +228,17 @@ def in_brief(end: WorkerEnd, num_ranks: int) -> str:
         return _left(end, who).partition("\n")[0] + _place(end.departure.user_line)
     if failure is None:
         return _silent_end(end, num_ranks).partition(";")[0]
+    text = failure_in_brief(failure)
+    # a divergence names the diverged rank, not the one that reports it
+    return text if failure.go_back_to is not None else f"{who} failed: {text}"
+
+
+def failure_in_brief(failure: FailureRecord) -> str:
+    """Return the first line of a failure's message, with the exception's type and its line if they say more."""
     message = _brief(failure.message.partition("\n")[0])
-    if failure.go_back_to is not None:
-        return message  # it names the diverged rank, not the one that reports it
-    if failure.is_ours:
-        return f"{who} failed: {message}"
-    return f"{who} failed: {worded(failure.type, message)}{_place(failure.user_line)}"
+    if failure.is_ours or failure.go_back_to is not None:
+        return message
+    return f"{worded(failure.type, message)}{_place(failure.user_line)}"
 
 
 def _silent_end(end: WorkerEnd, num_ranks: int, cure: str = "", *, is_script: bool = False) -> str:

@@ -3,6 +3,7 @@
 import bdb
 import json
 import tempfile
+import threading
 from dataclasses import replace
 
 import pytest
@@ -72,6 +73,20 @@ def test_rank_when_elsewhere_then_is_said_how(fields, words, is_certain):
     assert verdict.culprits == (1,)
     assert words in verdict.text.splitlines()[0]
     assert verdict.is_certain is is_certain
+
+
+@pytest.mark.parametrize(
+    ("failure", "words"),
+    [
+        (None, "rank 1 has come to its end and waits"),
+        ("ValueError: no data (a.py:3)", "rank 1 has failed (ValueError: no data (a.py:3)) and waits"),
+    ],
+)
+def test_rank_when_its_threads_keep_it_then_their_line_and_its_own_failure_are_told(failure, words):
+    main = Frame(file=threading.__file__, line=1590, function="_shutdown")
+    held = {"phase": "leaving", "main": (main,), "others": ((user(44, "beat"),),), "failure": failure}
+    text = blamed(rank(0, call()), rank(1, call(sequence=6, is_pending=False), **held))[1]
+    assert f"{words} for its threads to end at /home/me/train.py:44 in beat, and rank 0 waits" in text
 
 
 def test_ranks_when_in_different_calls_then_both_lines_are_named():

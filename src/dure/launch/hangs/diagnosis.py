@@ -1,6 +1,7 @@
 """Diagnosis of a hang from the states of all ranks: who waits in which call and line, and where the others are."""
 
 import os
+import threading
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -162,7 +163,8 @@ def _doing(state: RankState) -> str:
     busy = state.busy_fraction >= BUSY_FRACTION
     inner = state.main[0] if state.main else None
     if state.phase == "leaving":
-        return "has come to its end and is leaving"
+        how = "has come to its end" if state.failure is None else f"has failed ({state.failure})"
+        return f"{how} and {'waits for its threads to end' if _waits_for_threads(state) else 'is leaving'}"
     if state.has_closed_socket:
         return f"{'computes' if busy else 'waits'}, and has closed the socket on which it could be asked where"
     if state.collectives is None and busy:
@@ -178,6 +180,13 @@ def _doing(state: RankState) -> str:
     if state.collectives is None:
         return "waits in native code with Python's lock held"
     return "is idle"
+
+
+def _waits_for_threads(state: RankState) -> bool:
+    """Return whether a rank that has come to its end waits for threads that are no daemons, as the interpreter does."""
+    return state.phase == "leaving" and any(
+        frame.function == "_shutdown" and frame.file == threading.__file__ for frame in state.main
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -357,6 +366,10 @@ def _ranks_of(places: Sequence[Where]) -> list[int]:
 
 def _users_line(state: RankState) -> Frame | None:
     """Return the rank's current line of the user's code; if there is none, the innermost that is not dure's own."""
+    if _waits_for_threads(state):
+        lines = [line for thread in state.others if (line := users_frame(thread)) is not None]
+        if lines:
+            return lines[0]
     foreign = [frame for frame in state.main if not frame.file.startswith((OWN_ROOT, "<frozen"))]
     return users_frame(state.main) or next(iter(foreign), None)
 

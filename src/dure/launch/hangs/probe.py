@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
+from dure.failures.verdict import failure_in_brief
 from dure.launch.hangs.rank_state import Call, RankState, collective_from, frames_from
 from dure.launch.worker.questions import wait_for_answers
 from dure.launch.worker.responder import STACKS_SIGNAL, STATE
@@ -58,7 +59,12 @@ def examine(workers: Sequence[Worker], heartbeats: Heartbeats) -> list[RankState
 
 def _state_fields(worker: Worker, answer: Mapping[str, Any] | None, stacks: Threads | None) -> dict[str, Any]:
     """Return the fields of a rank's state, from its own reply or from the system."""
-    fields: dict[str, Any] = {"is_stopped": is_stopped(worker.pid), "has_closed_socket": worker.questions.is_over}
+    failure = worker.reported_failure()
+    fields: dict[str, Any] = {
+        "failure": None if failure is None else failure_in_brief(failure),
+        "is_stopped": is_stopped(worker.pid),
+        "has_closed_socket": worker.questions.is_over,
+    }
     if answer is None:
         main, others = stacks or ((), ())
         return {**fields, "main": main, "others": others}

@@ -65,6 +65,8 @@ class RankState:
     """Number of collectives requested from the group of all ranks at its last heartbeat; -1 if unknown."""
     exit_code: int | None = None
     """Exit code of a rank that has ended; None while it runs."""
+    failure: str | None = None
+    """Failure that a rank which still runs has reported, in brief."""
     is_stopped: bool = False
     """True if the system keeps the rank from running: SIGSTOP, Ctrl-Z or a debugger."""
     has_closed_socket: bool = False

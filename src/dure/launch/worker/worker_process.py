@@ -84,6 +84,12 @@ class Worker:
             )
             self._close()
 
+    def reported_failure(self) -> FailureRecord | None:
+        """Return the failure that it has reported although it still runs, as it does while its threads go on."""
+        if self.end is not None or not os.fstat(self.report_fd).st_size:
+            return None
+        return _failure_and_departure(_read_report(self.report_fd) or {})[0]
+
     def asked_cut(self) -> float | None:
         """Return for how many seconds it requests its host's silence, once."""
         if self.end is not None or not os.fstat(self.report_fd).st_size:

@@ -203,6 +203,7 @@ CHANGED_COPIES = {
     "windows": lambda hidden: (hidden.unfold(-1, 2, 2).tanh_(), hidden)[1],
     "a view across ranks": lambda hidden: (hidden.reshape(-1)[::3].zero_(), hidden)[1],
     "an assignment": lambda hidden: (hidden[..., 3:6].__setitem__(0, 1.0), hidden)[1],
+    "columns together": lambda hidden: (torch._foreach_zero_([hidden[..., 1], hidden[..., 2]]), hidden)[1],
     "without gradients": lambda hidden: (torch.no_grad()(lambda: hidden.detach().diagonal().zero_())(), hidden)[1],
 }
 
@@ -534,6 +535,16 @@ class Averages:
         return mean_square(model, x) + sum((p - self.mean[name]).square().sum() for name, p in named)
 
 
+def changed_together(model: nn.Module, x: Tensor) -> Tensor:
+    """Change divided and whole weights, and an average of them, by functions of lists."""
+    weights = [*model.parameters()]
+    with torch.no_grad():
+        averages = [weight.clone() for weight in weights]
+        torch._foreach_mul_(weights, 0.9)
+        torch._foreach_lerp_(averages, weights, 0.5)
+    return mean_square(model, x) + sum((w - a).square().sum() for w, a in zip(weights, averages, strict=True))
+
+
 def decayed(model: nn.Module, x: Tensor) -> Tensor:
     return mean_square(model, x) + 0.1 * sum(parameter.square().sum() for parameter in model.parameters())
 
@@ -555,6 +566,10 @@ def of_a_copy(model: nn.Module, x: Tensor) -> Tensor:
 def functional_call(model: nn.Module, x: Tensor) -> Tensor:
     doubled = {name: 2 * parameter for name, parameter in model.named_parameters()}
     return torch.func.functional_call(model, doubled, x).square().mean()
+
+
+def test_weights_that_are_changed_in_lists_are_exact():
+    assert_all_exact([(Pair, lambda: changed_together)])
 
 
 @pytest.mark.slow

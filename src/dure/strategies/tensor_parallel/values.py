@@ -86,7 +86,9 @@ class DividedValues(TorchFunctionMode):
         name = getattr(func, "__name__", "")
         is_change = changes_first(func, kwargs)
         if is_change:
-            _check_is_own(kwargs.get("out", args[0] if args else None), name)
+            changed = kwargs.get("out", args[0] if args else None)
+            for each in changed if isinstance(changed, tuple | list) else (changed,):
+                _check_is_own(each, name)
         if divided is None or (is_operator(func) and is_below_autograd()):
             return func(*args, **kwargs)
         if (shard := _first((args, kwargs), is_shard)) is not None:
@@ -267,6 +269,8 @@ def _of_operator(func: Any, *args: Any, **kwargs: Any) -> Any:
 def _in_place(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], mesh: DeviceMesh) -> Any:
     """Change the first argument: a plain one by whole values, a divided one by its parts or by a changed copy."""
     first = args[0] if args else None
+    if isinstance(first, tuple | list):
+        return _in_place_of_each(func, first, args[1:], kwargs)
     if not isinstance(first, DTensor) or kwargs.get("out") is not None:
         return _on_whole(func, *args, **kwargs)
     if func.__name__ in COMPUTED:
@@ -279,8 +283,21 @@ def _in_place(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], mesh: De
     whole, *others = undivided(args)
     changed = whole.clone()
     func(changed, *others, **undivided(kwargs))
-    placed = redistributed(from_local(changed, mesh, Replicate()), first.placements[0])
-    return first.copy_(placed)
+    return _set_to(first, changed)
+
+
+def _in_place_of_each(func: Any, tensors: Sequence[Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Change the tensors of a list together (`torch._foreach_mul_`), divided ones by changed copies."""
+    changed = [undivided(each).clone() if isinstance(each, DTensor) else each for each in tensors]
+    func(changed, *undivided(args), **undivided(kwargs))
+    for each, value in zip(tensors, changed, strict=True):
+        if isinstance(each, DTensor):
+            _set_to(each, value)
+
+
+def _set_to(divided: Any, whole: Tensor) -> Any:
+    """Change a divided value to a whole one."""
+    return divided.copy_(redistributed(from_local(whole, divided.device_mesh, Replicate()), divided.placements[0]))
 
 
 def _cat(func: Any, tensors: Sequence[Any], *args: Any, **kwargs: Any) -> Any:

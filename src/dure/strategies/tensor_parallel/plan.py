@@ -368,7 +368,7 @@ def nothing_to_divide(model: nn.Module, plan: TensorPlan, num_ranks: int) -> lis
 def axis_faults(
     model: nn.Module, num_ranks: int, given: str | None, settings: Mapping[str, bool], others: str
 ) -> list[str]:
-    """Return the faults of an axis `tensor` beside other axes: its plan, and what does not go with divided layers.
+    """Return the faults of an axis `tensor` of a mesh with others: its plan, and what does not go with divided layers.
 
     Args:
         model: Whole model.

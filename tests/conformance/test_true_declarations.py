@@ -257,7 +257,8 @@ CASES.remove((FollowingTeacher, "pipeline"))  # refused: the teacher follows wei
 def test_task_when_it_is_exact_then_nothing_is_declared(task: type[ZooTask], strategy: str, tmp_path: Path) -> None:
     feature = Feature(name=task.__name__, group="", title="", task=task, settings={"eval_every_epochs": 1.0})
     reference = reference_of(feature, tmp_path)
-    assert run_cell(feature, strategy, "straight", reference, tmp_path).kind == "exact"
+    verdict = run_cell(feature, strategy, "straight", reference, tmp_path)
+    assert verdict.kind == "exact", verdict
     for summary in tmp_path.glob("*/summary.json"):
         assert json.loads(summary.read_text())["not_preserved"] == []
 
@@ -278,7 +279,8 @@ def test_weights_when_forward_computes_them_then_they_do_not_count_as_sharing_me
 ) -> None:
     feature = Feature(name="OldSpectralNorm", group="", title="", task=OldSpectralNorm, declares=("buffers learned",))
     reference = reference_of(feature, tmp_path)
-    assert run_cell(feature, strategy, "straight", reference, tmp_path).kind == "exact"
+    verdict = run_cell(feature, strategy, "straight", reference, tmp_path)
+    assert verdict.kind == "exact", verdict
 
 
 class NeedsGroup(ZooTask):

@@ -396,10 +396,13 @@ STRATEGIES = Strategies(
             sent_bytes=(
                 "T tensor, D data ranks, A bytes of a layer's whole input or output; every rank, each microstep: "
                 "2 (T-1)/T A in forward for row and vocab, (T-1)/T A for gathered; 2 (T-1)/T A in backward for column "
-                "and gathered, (T-1)/T A for a row whose input was whole; each step 2 (D-1)/D of its part of G; all "
-                "together: P times that"
+                "and gathered, (T-1)/T A for a row whose input was whole; with --tensor-parallel.sequence-parallel "
+                "(T-1)/T A more in backward for column; each step 2 (D-1)/D of its part of G; all together: P times"
             ),
-            memory="(W + G + S)/T of what is divided + W + G + S of the rest + A(microbatch), divided inside regions",
+            memory=(
+                "(W + G + S)/T of what is divided + W + G + S of the rest + A(microbatch), divided inside regions, and "
+                "between them with --tensor-parallel.sequence-parallel"
+            ),
             settings=(
                 "on_nonfinite",
                 *REPLICAS,

@@ -112,6 +112,29 @@ def assert_all_exact(cases: list[Any], num_ranks: int = 2, **options: Any) -> No
     assert wrong == {}
 
 
+class BeyondItsRows(Words):
+    """Asks for a row that the embedding does not have."""
+
+    def __init__(self, row: int) -> None:
+        super().__init__()
+        self.row = row
+
+    def hidden(self, x: Tensor) -> Tensor:
+        return super().hidden(x) + self.embedding(torch.tensor([0, self.row]))[0]
+
+
+def test_rows_that_an_embedding_does_not_have_are_an_error_as_on_one_device():
+    with pytest.raises(IndexError, match="out of range"):
+        BeyondItsRows(7)(tokens(2)[0].float())
+
+    def work(group: ProcessGroup) -> None:
+        for row in (7, 8, -1):
+            with pytest.raises(IndexError, match="out of range"):
+                trained_weights("tensor_parallel", group, lambda row=row: BeyondItsRows(row), mean_square, tokens(2))
+
+    on_ranks(2, work)
+
+
 # changes in place
 
 

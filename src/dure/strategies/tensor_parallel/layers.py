@@ -250,8 +250,10 @@ def vocab_forward(mesh: DeviceMesh, summed: Sum, layer: Any, indices: Tensor) ->
     first = mesh.get_local_rank() * longest_part(layer.num_embeddings, mesh.size())
     is_here = (indices >= first) & (indices < first + len(rows))
     padding = None if layer.padding_idx is None else layer.padding_idx - first
+    # what no rank has is an error here, as it is on one device
+    is_elsewhere = (indices >= 0) & (indices < layer.num_embeddings) & ~is_here
     found = functional.embedding(
-        torch.where(is_here, indices - first, 0),
+        torch.where(is_elsewhere, 0, indices - first),
         rows,
         padding_idx=padding if padding is not None and 0 <= padding < len(rows) else None,
     )

@@ -186,6 +186,15 @@ def test_verdict_when_a_script_left_by_sys_exit_because_it_lost_a_rank_then_that
     assert judge(tmp_path, [followed, left], is_script=True).text.startswith("rank 1 ended with exit code 1")
 
 
+def test_verdict_when_scripts_left_by_sys_exit_then_the_first_call_counts_and_not_the_first_end(tmp_path):
+    second, first = (
+        replace(end(rank, 1, noticed), departure=Departure(message=None, user_line=None, time=called))
+        for rank, noticed, called in ((0, 3.0, 2.5), (1, 3.1, 2.0))
+    )
+    assert judge(tmp_path, [second, first], is_script=True).text.startswith("rank 1 ended with exit code 1")
+    assert end_from_json(end_to_json(first), "node 1", -0.5).departure.time == 1.5
+
+
 def test_end_when_a_peers_failure_is_none_then_it_is_refused():
     sent = end_to_json(end(1, 1, message="seen"))
     assert end_from_json(sent, "node 1", 2.0).failure == failure_of(1, time=2.0, message="seen")

@@ -92,6 +92,8 @@ class Departure:
     """True if a signal that this process received may be its reason: it has handlers, or caught `KeyboardInterrupt`."""
     is_consequence: Flag = False
     """True if the script called it because it had lost another rank."""
+    time: Time | None = None
+    """Time of the call; None if it is unknown."""
 
 
 _FAILURE = TypeAdapter(FailureRecord)

@@ -192,6 +192,7 @@ def leave_departure(leave: SystemExit, report_fd: int | None, *, may_follow_sign
         user_line=_user_line(leave),
         may_follow_signal=may_follow_signal,
         is_consequence=is_peer_lost(leave),
+        time=time.time(),
     )
     _write_report(report_fd, {DEPARTURE: asdict(departure)})
 

@@ -149,11 +149,17 @@ def _is_consequence(end: WorkerEnd, failure: FailureRecord | None) -> bool:
     return end.was_stopped or (end.departure is not None and end.departure.is_consequence)
 
 
+def _reported_at(end: WorkerEnd, failure: FailureRecord | None) -> float:
+    """Return when a rank failed by its own clock: the supervisor notices ends in any order."""
+    if failure is not None:
+        return failure.time
+    return end.time if end.departure is None or end.departure.time is None else end.departure.time
+
+
 def _first_cause(ends: list[WorkerEnd], failures: Mapping[int, FailureRecord | None]) -> WorkerEnd:
     def order(end: WorkerEnd) -> tuple[bool, bool, float, int]:
         failure = failures[end.rank]
-        reported_at = end.time if failure is None else failure.time
-        return _is_consequence(end, failure), end.was_stopped, reported_at, end.rank
+        return _is_consequence(end, failure), end.was_stopped, _reported_at(end, failure), end.rank
 
     failed = _failed(ends)
     first = min(failed, key=order)

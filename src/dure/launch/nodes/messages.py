@@ -286,7 +286,11 @@ def end_from_json(record: Mapping[str, Any], node: str, clock_behind_seconds: fl
     Raises:
         DocumentInvalid: It is not the end of a rank.
     """
-    end, failure = record_from_json(WorkerEnd, record), None
-    if end.failure is not None:
-        failure = replace(end.failure, time=end.failure.time + clock_behind_seconds)
-    return replace(end, failure=failure, time=end.time + clock_behind_seconds, node=end.node or node)
+    end = record_from_json(WorkerEnd, record)
+    failure, departure = end.failure, end.departure
+    if failure is not None:
+        failure = replace(failure, time=failure.time + clock_behind_seconds)
+    if departure is not None and departure.time is not None:
+        departure = replace(departure, time=departure.time + clock_behind_seconds)
+    here = end.time + clock_behind_seconds
+    return replace(end, failure=failure, departure=departure, time=here, node=end.node or node)

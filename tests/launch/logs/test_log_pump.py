@@ -12,6 +12,7 @@ import termios
 import threading
 import time
 import tty
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from pathlib import Path
 
@@ -76,6 +77,17 @@ def shown(tmp_path):
     one = Shown(tmp_path)
     yield one
     os.close(one.descriptor)
+
+
+def test_lines_when_the_console_is_full_and_does_not_wait_then_none_is_lost(tmp_path):
+    reading, writing = os.pipe()
+    os.set_blocking(writing, False)
+    stream = Stream("", writing, LogFile(tmp_path / "rank0.log"))
+    with closing(os.fdopen(reading, "rb")) as console, ThreadPoolExecutor(1) as pool:
+        read = pool.submit(lambda: (time.sleep(0.1), console.read())[1])
+        stream.take(b"a line of the script\n" * 10_000)
+        os.close(writing)
+        assert read.result().count(b"a line of the script\n") == 10_000
 
 
 def test_lines_when_cut_anywhere_then_are_whole(shown):

@@ -245,6 +245,10 @@ def _write(descriptor: int, data: bytes) -> None:
     while view:
         try:
             view = view[os.write(descriptor, view) :]
+        except BlockingIOError:  # a process that shares the console has made it so
+            poll = select.poll()
+            poll.register(descriptor, select.POLLOUT)
+            poll.poll()
         except OSError:  # no reader, or a full disk: the ranks go on
             return
 

@@ -389,6 +389,16 @@ class RareGap(ZooTask):
         return dure.Sum(losses.sum(), len(batch)) if self.gives_count else losses.mean()
 
 
+class RareGapInLayers(RareGap):
+    """Has an evaluation, and layers to cut."""
+
+    def eval_data(self) -> Any:
+        return self.train_data()[:8]
+
+    def build_model(self) -> nn.Module:
+        return nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 1)).double()
+
+
 @pytest.mark.parametrize("gives_count", [False, True], ids=["mean", "sum and count"])
 def test_sample_when_collate_leaves_it_out_is_declared_unless_the_loss_counts(gives_count, tmp_path):
     task = RareGap(gives_count=gives_count)
@@ -396,6 +406,15 @@ def test_sample_when_collate_leaves_it_out_is_declared_unless_the_loss_counts(gi
     said = json.loads((run / "summary.json").read_text())["not_preserved"]
     assert [text for text in said if "a batch of 50 samples had 49 rows" in text] == ([] if gives_count else said)
     assert bool(said) is not gives_count
+
+
+@pytest.mark.parametrize("strategy", ["fsdp", pytest.param("pipeline", marks=pytest.mark.slow)])
+def test_sample_that_one_rank_alone_misses_is_declared_where_ranks_compare_losses_together(strategy, tmp_path):
+    task = RareGap() if strategy == "fsdp" else RareGapInLayers()
+    settings = {"samples": 6000, "global_batch_size": 100, "checkpoint": {"every_samples": 1500}}
+    run = train_case(tmp_path, task, strategy, 2, **settings)
+    (said,) = json.loads((run / "summary.json").read_text())["not_preserved"]
+    assert said.startswith("the loss is no mean over samples: a batch of")
 
 
 @pytest.mark.parametrize("strategy", ["fsdp", pytest.param("pipeline", marks=pytest.mark.slow)])

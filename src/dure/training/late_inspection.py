@@ -79,8 +79,13 @@ class LateInspection:
         strategy.traits = traits
         texts += strategy.not_preserved()
         # another rank may have another part of the model, or have used other samples
-        by_rank = strategy.group.all_gather_json([text for text in dict.fromkeys(texts) if text not in self._declared])
-        new = [text for text in dict.fromkeys(itertools.chain(*by_rank)) if text not in self._declared]
+        own = [text for text in dict.fromkeys(texts) if text not in self._declared]
+        by_rank = strategy.group.all_gather_json([own, traits.not_additive])
+        # ranks that evaluate together must agree on whether there is anything left to compare
+        figures_of_any = next((figures for _, figures in by_rank if figures is not None), None)
+        strategy.traits = replace(traits, not_additive=figures_of_any)
+        texts_of_all = dict.fromkeys(itertools.chain(*(texts for texts, _ in by_rank)))
+        new = [text for text in texts_of_all if text not in self._declared]
         self._declared.update(new)
         return new
 

@@ -72,8 +72,11 @@ class LateInspection:
             self._frozen = None
             traits = replace(traits, learns_statistics=True)
         self._num_calls += 1
-        if self._is_due(is_last=is_last) and self._is_comparable() and (figures := self._difference()):
+        is_due = self._is_due(is_last=is_last)
+        if is_due and self._is_comparable() and (figures := self._difference()):
             traits = replace(traits, not_additive=f"{figures} (after {step} steps)")
+        elif is_due and (figures := self._difference_of_model()):
+            traits = replace(traits, not_additive=f"{figures} (after {step} steps)", model_not_additive=True)
         if traits.not_additive is None and (difference := strategy.rows.difference):
             traits = replace(traits, not_additive=difference)
         strategy.traits = traits
@@ -96,16 +99,21 @@ class LateInspection:
         return not self._needs_all and time.monotonic() - self._looked_at > _PAUSE_SECONDS
 
     def _is_comparable(self) -> bool:
-        strategy, traits = self._session.strategy, self._session.strategy.traits
+        strategy = self._session.strategy
+        is_divided = len(strategy.parts.of_loss(self._session.spec.global_batch_size)) > 1
+        is_known = strategy.traits.not_additive is not None
+        return is_divided and strategy.is_synchronous and not is_known and self._can_be_called()
+
+    def _can_be_called(self) -> bool:
+        """Return whether the loss may be called beside training, and gives the same each time."""
+        traits = self._session.strategy.traits
         # batches that draw random numbers differ each time
         varies = traits.data_changes or traits.collate_draws
         has_traces = varies or bool(traits.changed_parameters or traits.left_state)
-        is_divided = len(strategy.parts.of_loss(self._session.spec.global_batch_size)) > 1
         # not tried before training either, because of time or of state that cannot be put back; a loss that failed then
         # may have lacked what the schedule sets
         is_untried = traits.reason_unknown is not None and not traits.has_failed
-        is_known = traits.not_additive is not None or is_untried
-        return is_divided and strategy.is_synchronous and not (is_known or has_traces)
+        return not (has_traces or is_untried)
 
     def _difference(self) -> str | None:
         """Return the figures of a loss whose parts do not add up, or None."""
@@ -121,6 +129,19 @@ class LateInspection:
         # other samples each time, to find rare cases
         figures, self._place = inspection.late_difference(self._place, num_samples)
         if self._place >= num_samples - 1:
+            self._place = 0
+        return figures
+
+    def _difference_of_model(self) -> str | None:
+        """Return a description of a difference in the model's own calls, if a strategy of one process divides these."""
+        session, strategy = self._session, self._session.strategy
+        is_divided = len(strategy.parts.of_model(session.spec.global_batch_size)) > 1
+        if not is_divided or strategy.traits.model_not_additive or not self._can_be_called():
+            return None
+        inspection = inspection_of(strategy, session.task, strategy.model, session.train_loader, session.order)
+        num_samples = session.order.num_samples
+        figures, self._place = inspection.late_difference_of_model(self._place, num_samples)
+        if self._place + session.spec.global_batch_size > num_samples:
             self._place = 0
         return figures
 

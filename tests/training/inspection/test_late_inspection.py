@@ -5,10 +5,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from torch import nn
+from torch import Tensor, nn
 from torch.nn import functional
+from torch.optim import SGD
 
 import dure
+from dure.training.inspection import whole_batch
 from tests.conformance.cases import train_case
 from tests.conformance.zoo.feature import STEPS, ZooTask, chain
 from tests.conformance.zoo.later import ScheduledMining
@@ -47,3 +49,31 @@ def test_loss_that_failed_before_training_is_compared_during_it(tmp_path):
     run = train_case(tmp_path, ScheduledMining(), "ddp", 2, **STEPS)
     declared = json.loads((run / "summary.json").read_text())["not_preserved"]
     assert [text.partition(":")[0] for text in declared] == ["unknown", "the loss is no mean over samples"]
+
+
+class MixesLater(ZooTask):
+    """A model that subtracts a part of the batch's mean once training has moved its weights."""
+
+    def build_model(self) -> nn.Module:
+        return MixingLayers(chain())
+
+    def build_optimizer(self, model: nn.Module) -> SGD:
+        return SGD(model.parameters(), lr=0.1)
+
+
+class MixingLayers(nn.Module):
+    def __init__(self, layers: nn.Module) -> None:
+        super().__init__()
+        self.layers = layers
+        self.first = self.layers[0].bias.detach().clone()
+
+    def forward(self, x: Tensor) -> Tensor:
+        output = self.layers(x)
+        return output - 0.1 * output.mean(0) if (self.layers[0].bias - self.first).norm() > 1e-3 else output
+
+
+def test_model_that_mixes_samples_later_is_declared_where_its_calls_are_divided(tmp_path, monkeypatch):
+    monkeypatch.setattr(whole_batch, "_DURING_TRAINING_SECONDS", 60.0)
+    run = train_case(tmp_path, MixesLater(), "dp", 2, **STEPS)
+    (declared,) = json.loads((run / "summary.json").read_text())["not_preserved"]
+    assert "the model's outputs for 5 samples at once are others" in declared

@@ -36,10 +36,17 @@ def drawing(model, x):
     return mean(model, x + 0.1 * torch.randn(len(x), 4, dtype=x.dtype) ** 3)
 
 
-def inspection(loss, parts, **options):
-    calls = LossCalls(loss, nn.Linear(4, 2).double(), lambda places: X[list(places)], {}, nullcontext)
+class Limited(nn.Linear):
+    """Expert that has room for twelve of a batch's samples."""
+
+    def forward(self, x):
+        return super().forward(x) * (torch.arange(len(x)) < 12)[:, None]
+
+
+def inspection(loss, parts, model_parts=(), model=nn.Linear, **options):
+    calls = LossCalls(loss, model(4, 2).double(), lambda places: X[list(places)], {}, nullcontext)
     options = {"most_at_once": max(parts), **options}
-    return LossInspection(Additivity(calls, is_exact=True, **options), parts=parts)
+    return LossInspection(Additivity(calls, is_exact=True, **options), parts=parts, model_parts=model_parts)
 
 
 @pytest.mark.parametrize("parts", [[16, 16], [11, 11, 10], [2] * 16, [14, 18]])
@@ -73,3 +80,18 @@ def test_batch_that_takes_too_long_is_not_computed(monkeypatch):
 
 def test_batch_of_more_samples_than_there_are_is_not_computed():
     assert inspection(trimmed, [16, 16]).traits(31).not_additive is None
+
+
+def test_model_that_mixes_samples_of_large_batches_alone_is_found_where_its_calls_are_divided():
+    found = inspection(mean, [24], [12, 12], Limited)
+    assert found.traits(96).model_not_additive
+    figures, end = found.late_difference_of_model(0, 96)
+    assert figures == "the model's outputs for 24 samples at once are others than for the same samples in 2 parts"
+    assert end == 24
+
+
+def test_model_of_which_each_output_is_of_one_sample_is_not_blamed():
+    found = inspection(mean, [24], [12, 12])
+    assert not found.traits(96).model_not_additive
+    assert found.late_difference_of_model(0, 96)[0] is None
+    assert not inspection(mean, [24], model=Limited).traits(96).model_not_additive  # its calls are not divided

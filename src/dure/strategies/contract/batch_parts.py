@@ -71,6 +71,10 @@ class BatchParts:
         """Return the samples of each part of a batch on which the loss is called; the model may be called on less."""
         return self.of(num_samples)
 
+    def of_model(self, num_samples: int) -> list[int]:
+        """Return the samples of each part of the model's call for one microbatch; none if such calls are whole."""
+        return []
+
     def calls_per_step(self) -> int:
         """Return the maximum number of times that this process calls the loss in one step."""
         return -(-len(self.of_loss(self.spec.global_batch_size)) // self.num_shares)

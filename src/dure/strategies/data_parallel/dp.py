@@ -32,6 +32,10 @@ class EvenParts(BatchParts):
         """Return the samples of each microbatch: the loss itself is computed on device 0 alone."""
         return self.microbatches(num_samples)
 
+    def of_model(self, num_samples: int) -> list[int]:
+        """Return the samples of each device in the first microbatch."""
+        return [part for part in shares(self.of_loss(num_samples)[0], self._num_devices) if part]
+
     def process_size(self, microbatch_size: int) -> int:
         """Return the samples of a microbatch of which every device gets `microbatch_size`."""
         return microbatch_size * self._num_devices

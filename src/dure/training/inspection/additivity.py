@@ -165,7 +165,7 @@ class Additivity:
         outputs.calls.loss = OutputsAsLoss(self.calls.loss)
         for whole in (range(size), range(num_samples - size, num_samples)):
             # a model's call is divided by rows, so that padding to the longest sample is that of the whole batch
-            outputs.calls.fetch = functools.partial(_rows_of, self.calls.fetch, whole)
+            outputs.calls.fetch = functools.partial(rows_of, self.calls.fetch, whole)
             try:
                 if outputs.difference_of(whole) is not None:
                     return False
@@ -349,7 +349,7 @@ def _constants(quantile: float | None) -> AbstractContextManager[Any]:
     return contextlib.nullcontext() if quantile is None else ConstantDraws(quantile)
 
 
-def _rows_of(fetch: Callable[[Sequence[int]], Any], whole: range, places: range) -> Any:
+def rows_of(fetch: Callable[[Sequence[int]], Any], whole: range, places: range) -> Any:
     """Return a part of a batch by its rows, or made of its samples if the batch cannot be divided.
 
     Args:

@@ -28,7 +28,7 @@ from dure.training.inspection.call_watches import ChangesOutsideForward, FedStat
 from dure.training.inspection.collectives import CollectiveCalled, no_collectives
 from dure.training.inspection.first_loss import FirstLoss
 from dure.training.inspection.loss_calls import NUM_SAMPLES, Tried, perturb, silent
-from dure.training.inspection.whole_batch import WholeBatch
+from dure.training.inspection.whole_batch import DividedModel, WholeBatch
 
 _MOST_SECONDS = 5.0
 """Seconds in which the whole inspection should end; if it takes longer, later calls are not tried."""
@@ -60,12 +60,20 @@ class CallSummary(NamedTuple):
 class LossInspection:
     """Inspection of a task's loss by calls on its first samples."""
 
-    def __init__(self, additivity: Additivity, *, parts: Sequence[int] = (), is_alone: bool = False) -> None:
+    def __init__(
+        self,
+        additivity: Additivity,
+        *,
+        parts: Sequence[int] = (),
+        model_parts: Sequence[int] = (),
+        is_alone: bool = False,
+    ) -> None:
         """Prepare the inspection.
 
         Args:
             additivity: Comparisons of the loss with its parts, with the calls of the loss.
             parts: Samples of each part of a step's batch; empty if they are not known.
+            model_parts: Samples of each part of one call of the model; empty if its calls are not divided.
             is_alone: Whether the other ranks make no calls meanwhile, so that a collective of the loss would block.
         """
         self.calls = additivity.calls
@@ -73,6 +81,7 @@ class LossInspection:
         """True if the loss will see batches in parts; only then is it inspected again later."""
         self._additivity = additivity
         self._whole_batch = WholeBatch(additivity, parts)
+        self._divided_model = DividedModel(additivity, model_parts)
         self._is_alone = is_alone
         self.first_loss = FirstLoss()
         """Result of the first call."""
@@ -154,6 +163,7 @@ class LossInspection:
                 else None
             )
         )
+        of_model = self._divided_model.difference(0, num_samples)[0] if is_quick else None
         derived = recomputed_weights(self.calls.model)
         fails_alone, model_fails_alone = self._failure_of_one(range(half)) if takes_several else (None, False)
         hooked = tuple(dict.fromkeys((*first.trial.hooked, *second.trial.hooked)))
@@ -164,9 +174,9 @@ class LossInspection:
             has_dropout=first.has_dropout,
             autocasts=bool(autocasts),
             loss_rounding=self._loss_rounding(first.value.dtype),
-            not_additive=not_additive,
-            model_not_additive=not_additive is not None
-            and not self._additivity.is_model_additive(num_samples, len(tried)),
+            not_additive=not_additive or of_model,
+            model_not_additive=of_model is not None
+            or (not_additive is not None and not self._additivity.is_model_additive(num_samples, len(tried))),
             learned_buffers=tuple(name for name in buffers[0] if not _is_same_in(buffers, name)),
             counted_buffers=tuple(name for name in buffers[0] if _is_same_in(buffers, name)),
             learns_statistics=learns_statistics(
@@ -256,6 +266,13 @@ class LossInspection:
                 return figures or self._whole_batch.difference(num_samples, is_training=True), end
         except CollectiveCalled:
             return None, num_samples  # the other ranks make that call in their steps
+
+    def late_difference_of_model(self, begin: int, num_samples: int) -> tuple[str | None, int]:
+        """Compare the model's outputs for batches with those for their parts during the run, as `late_difference`."""
+        if self._opaque():
+            return None, num_samples
+        with self._without_collectives(), sharing_state():
+            return self._divided_model.difference(begin, num_samples, is_training=True)
 
     def call_once(self, num_samples: int) -> None:
         """Call the loss on the samples of `first_loss` only; errors of the loss are not raised.

@@ -1,9 +1,11 @@
 """Comparison of the loss of a whole batch with those of its parts, which shows effects that no smaller group has.
 
-A loss that leaves out the worst twentieth of its samples leaves out none of ten.
+A loss that leaves out the worst twentieth of its samples leaves out none of ten. A model's own calls are compared too
+if they are divided: an expert that takes a limited number of samples may have room for all of a device's.
 """
 
 import copy
+import functools
 import math
 import time
 from collections.abc import Sequence
@@ -17,8 +19,9 @@ from torch import nn
 from dure.records.sums import exact_sum
 from dure.strategies.contract.strategy import LossFunction
 from dure.torchcompat import entered_autocasts
-from dure.training.inspection.additivity import Additivity
+from dure.training.inspection.additivity import Additivity, rows_of
 from dure.training.inspection.loss_calls import NUM_SAMPLES, Value, silent
+from dure.training.inspection.model_outputs import OutputsAsLoss
 
 _BEFORE_TRAINING_SECONDS = 1.0
 _DURING_TRAINING_SECONDS = 0.1
@@ -35,6 +38,8 @@ class WholeBatch:
     additivity: Additivity
     counts: Sequence[int]
     """Samples of each part."""
+    begin: int = 0
+    """Place of the batch's first sample, in the order of training."""
 
     def difference(self, num_samples: int, *, is_training: bool = False) -> str | None:
         """Return the figures of a loss whose parts do not add up, or None; also if that would take too long.
@@ -43,20 +48,30 @@ class WholeBatch:
             num_samples: Number of available samples.
             is_training: Whether training waits for the result.
         """
-        size = sum(self.counts)
-        is_known = size <= NUM_SAMPLES or len(self.counts) < 2  # or smaller groups show it
+        if sum(self.counts) <= NUM_SAMPLES or not self.additivity.is_divided:
+            return None  # smaller groups show it
+        return self.figures(num_samples, most_seconds=_seconds(is_training=is_training))
+
+    def figures(self, num_samples: int, *, most_seconds: float) -> str | None:
+        """Return the figures of a loss whose parts do not add up, for batches of any size.
+
+        Args:
+            num_samples: Number of available samples.
+            most_seconds: Maximum seconds of the comparison; it is left out if it would take longer.
+        """
         most = _MOST_AT_ONCE * max(NUM_SAMPLES, self.additivity.most_at_once, *self.counts)
-        is_possible = size <= min(num_samples, most)
-        if is_known or not is_possible or not self.additivity.is_divided or self.additivity.has_random_batches():
+        is_possible = sum(self.counts) <= min(num_samples - self.begin, most)
+        if len(self.counts) < 2 or not is_possible or self.additivity.has_random_batches():
             return None
         try:
             with entered_autocasts(are_off=True):
-                return self._difference(_DURING_TRAINING_SECONDS if is_training else _BEFORE_TRAINING_SECONDS)
+                return self._difference(most_seconds)
         except Exception:
             return None  # it draws, needs gradients or autocast, or training will raise it
 
     def _difference(self, most_seconds: float) -> str | None:
-        size, ends = sum(self.counts), [*accumulate(self.counts)]
+        size, ends = sum(self.counts), [self.begin + end for end in accumulate(self.counts)]
+        batch = range(self.begin, self.begin + size)
         places = [range(end - count, end) for count, end in zip(self.counts, ends, strict=True)]
         started = time.monotonic()
         first = self._value(places[0])
@@ -64,7 +79,7 @@ class WholeBatch:
         if seconds * (len(places) + size / len(places[0])) > most_seconds:
             return None
         parts = [first, *map(self._value, places[1:])]
-        whole = self._value(range(size))
+        whole = self._value(batch)
         total, items = (exact_sum(each) for each in ([part.total for part in parts], [part.items for part in parts]))
         tolerance = replace(self.additivity, is_exact=True).tolerance(whole.dtype)
         scale = exact_sum(abs(part.total) for part in parts)
@@ -72,7 +87,7 @@ class WholeBatch:
         if (
             is_same
             or not (items and math.isfinite(whole.total) and whole.items)
-            or self.additivity.is_other(whole, self._value(range(size)))
+            or self.additivity.is_other(whole, self._value(batch))
         ):
             return None  # it differs each time by other means, which are detected elsewhere
         return (
@@ -89,6 +104,50 @@ class WholeBatch:
         if trial.has_drawn:
             raise ValueError("a loss that draws random numbers differs each time")
         return value
+
+
+@dataclass(frozen=True)
+class DividedModel:
+    """Comparison of a model's outputs for whole batches with those for the parts that devices compute."""
+
+    additivity: Additivity
+    counts: Sequence[int]
+    """Samples of each device's part of a batch; empty if the model's calls are not divided."""
+
+    def difference(self, begin: int, num_samples: int, *, is_training: bool = False) -> tuple[str | None, int]:
+        """Compare batch after batch while time remains.
+
+        Args:
+            begin: Place of the first sample, in the order of training.
+            num_samples: Number of available samples.
+            is_training: Whether training waits for the result.
+
+        Returns:
+            A description of a difference, or None, and the place after the last sample that was compared.
+        """
+        size, seconds = sum(self.counts), _seconds(is_training=is_training)
+        started = time.monotonic()
+        while len(self.counts) > 1 and begin + size <= num_samples and time.monotonic() - started <= seconds:
+            batch = WholeBatch(self._of_outputs(range(begin, begin + size)), self.counts, begin)
+            begin += size
+            if batch.figures(num_samples, most_seconds=seconds):
+                return (
+                    f"the model's outputs for {size} samples at once are others than for the same samples in "
+                    f"{len(self.counts)} parts"
+                ), begin
+        return None, begin
+
+    def _of_outputs(self, batch: range) -> Additivity:
+        outputs = copy.copy(self.additivity)
+        outputs.calls = copy.copy(self.additivity.calls)
+        outputs.calls.loss = OutputsAsLoss(self.additivity.calls.loss)
+        # a model's call is divided by rows, so that padding to the longest sample is that of the whole batch
+        outputs.calls.fetch = functools.partial(rows_of, self.additivity.calls.fetch, batch)
+        return outputs
+
+
+def _seconds(*, is_training: bool) -> float:
+    return _DURING_TRAINING_SECONDS if is_training else _BEFORE_TRAINING_SECONDS
 
 
 class _WithoutGradients:

@@ -283,7 +283,12 @@ def inspection_of(
         most_at_once=strategy.spec.microbatch_size or strategy.parts.default_size() or even,
         has_random_batches=lambda: loader.has_collate_drawn,
     )
-    return LossInspection(additivity, parts=parts, is_alone=strategy.group.world_size > 1)
+    return LossInspection(
+        additivity,
+        parts=parts,
+        model_parts=strategy.parts.of_model(batch_size),
+        is_alone=strategy.group.world_size > 1,
+    )
 
 
 def _fetch_of(loader: Loader, order: SampleOrder) -> Callable[[Sequence[int]], Any]:

@@ -10,7 +10,7 @@ import torch
 from dure.errors import EnvironmentLacks, SpecInvalid
 from dure.host import backends, device_kinds, devices
 from dure.host.backends import backend_name, fault_of_backend, reaches, sends_between_devices, takes_devices_only
-from dure.host.device_kinds import KINDS, device_kind
+from dure.host.device_kinds import KINDS, device_kind, waited_event
 from dure.host.devices import resolve_device
 
 
@@ -182,3 +182,12 @@ def test_page_of_devices_has_the_abilities_of_each_kind():
     for label, ability in ROWS.items():
         of_kinds = [{words[getattr(kind, ability)] for kind in alike} for alike in kinds]
         assert [{word} for word in found[label]] == of_kinds, label
+
+
+@pytest.mark.parametrize("enable_timing", [False, True])
+def test_event_that_is_waited_for_leaves_the_core_to_others_where_the_kind_can(enable_timing, monkeypatch):
+    made = []
+    monkeypatch.setattr(device_kinds, "_module", lambda name: SimpleNamespace(Event=lambda **given: made.append(given)))
+    waited_event(torch.device("cuda", 1), enable_timing=enable_timing)
+    assert made == [{"enable_timing": enable_timing, "blocking": True}]
+    assert isinstance(waited_event(torch.device("cpu")), torch.Event)

@@ -28,6 +28,8 @@ class DeviceKind:
     """True if a device copies from and to pinned host memory, on a stream of its own, while it computes."""
     has_timed_events: bool | None = None
     """True if events in a device's stream measure time."""
+    has_blocking_events: bool = False
+    """True if a thread that waits for an event of the kind's own module may leave its core to others."""
     has_float64: bool | None = None
     """True if a device computes in float64."""
     counts_without_runtime: bool = False
@@ -64,6 +66,7 @@ KINDS = {
         title="CUDA",
         copies_beside=True,
         has_timed_events=True,
+        has_blocking_events=True,
         has_float64=True,
         counts_without_runtime=True,
         pins_any_memory=True,
@@ -117,6 +120,23 @@ def has_timed_events(name: str) -> bool:
     """Return whether events of a device measure time."""
     known = device_kind(name).has_timed_events
     return _can(name, _time_event) if known is None else known
+
+
+def waited_event(device: Any, *, enable_timing: bool = False) -> Any:
+    """Return an event of a device, for which a thread will wait.
+
+    A wait for a `torch.Event` may take a whole core, which ranks and their loaders compete for: its `blocking` has no
+    effect (torch 2.14).
+
+    Args:
+        device: A `torch.device`.
+        enable_timing: Whether the event measures time.
+    """
+    import torch
+
+    if device_kind(device.type).has_blocking_events:
+        return _module(device.type).Event(enable_timing=enable_timing, blocking=True)
+    return torch.Event(device=device, enable_timing=enable_timing)
 
 
 def has_float64(name: str) -> bool:

@@ -6,7 +6,7 @@ from itertools import pairwise
 
 import torch
 
-from dure.host.device_kinds import has_timed_events
+from dure.host.device_kinds import has_timed_events, waited_event
 
 Mark = float | torch.Event
 """Point in time within a step."""
@@ -26,7 +26,7 @@ class StepClock:
         """Function that marks the current point in time."""
 
     def _record_event(self) -> torch.Event:
-        event = torch.Event(device=self._device, enable_timing=True)
+        event: torch.Event = waited_event(self._device, enable_timing=True)
         event.record()
         return event
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from dure.errors import TaskInvalid
-from dure.host.device_kinds import copies_beside
+from dure.host.device_kinds import copies_beside, waited_event
 
 
 class Requests(NamedTuple):
@@ -39,7 +39,7 @@ class DeferredRead:
                 numbers.shape, dtype=numbers.dtype, pin_memory=copies_beside(numbers.device.type)
             )
             self._numbers.copy_(numbers, non_blocking=True)
-            self._event = torch.Event(device=numbers.device)
+            self._event = waited_event(numbers.device)
             self._event.record()
 
     def read(self) -> list[float]:

@@ -15,7 +15,7 @@ from torch.utils.data import default_collate
 
 from dure.errors import DiskFull, LossNotFinite, PeerLost
 from dure.failures.record import CodeLine, FailureRecord, failure_from_json, failure_to_json
-from dure.failures.report import describe_failure
+from dure.failures.report import describe_failure, is_peer_lost
 from dure.launch.worker import worker_process
 from dure.training.session.evaluation import evaluate
 from dure.training.session.loader import FetchRequest, Loader, SampleFetch
@@ -296,6 +296,9 @@ def test_failure_when_an_error_was_raised_because_of_a_lost_peers_then_it_is_a_c
             raise RuntimeError("the training failed") from None
 
     assert caught(step).is_consequence
+    with pytest.raises(RuntimeError, match="the training failed") as raised:
+        step()
+    assert not is_peer_lost(raised.value)  # a server that goes on without lost workers must not go on after this
 
 
 def test_failure_when_a_module_of_python_translates_the_error_of_its_socket_then_it_is_no_consequence():

@@ -195,6 +195,15 @@ def test_verdict_when_scripts_left_by_sys_exit_then_the_first_call_counts_and_no
     assert end_from_json(end_to_json(first), "node 1", -0.5).departure.time == 1.5
 
 
+def test_verdict_when_a_rank_still_handles_its_error_then_it_is_named_and_not_the_one_that_lost_it(tmp_path):
+    ended = replace(end(1, KILLED, 2.0), was_stopped=True, last_line="train.py:9 in main")
+    cleaning = replace(ended, handled="ValueError: no data (train.py:5)")
+    text = judge(tmp_path, [end(0, 1, 1.0, **LOST), cleaning], is_script=True).text
+    assert text.startswith("rank 1 was still handling ValueError: no data (train.py:5) when the others had lost it")
+    assert "\n  train.py:9 in main\n" in text
+    assert judge(tmp_path, [end(0, 1, 1.0, **LOST), ended], is_script=True).text.startswith("rank 0 failed")
+
+
 def test_end_when_a_peers_failure_is_none_then_it_is_refused():
     sent = end_to_json(end(1, 1, message="seen"))
     assert end_from_json(sent, "node 1", 2.0).failure == failure_of(1, time=2.0, message="seen")

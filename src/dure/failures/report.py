@@ -8,7 +8,7 @@ import signal
 import socket
 import time
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
 from typing import Any, Literal
 
@@ -79,6 +79,8 @@ _OUT_OF_MEMORY = (
 _NO_GRADIENT = "does not require grad and does not have a grad_fn"
 _MOST_TEXT = 2**16
 """Maximum characters of a message or a traceback: the record must fit where the supervisor reads it."""
+_MOST_BRIEF = 500
+"""Maximum characters of a message where one line has to do."""
 _GRADIENT_ADVICE = (
     "an evaluation computes without gradients: let what needs them in the loss compute under torch.enable_grad()"
 )
@@ -110,7 +112,7 @@ def describe_failure(
     error = _named(error)
     is_ours = isinstance(error, DureError)
     is_out_of_memory = not is_ours and _is_out_of_memory(error)
-    is_lost_peer = is_peer_lost(error) and not _is_loader_lost(error)
+    is_lost_peer = is_due_to_lost_peer(error) and not _is_loader_lost(error)
     kind, message, advice = _worded(error)
     has_other_cause = is_ours or is_lost_peer or is_out_of_memory or _FROM_LOADER.match(message_of(error)) is not None
     device = None if has_other_cause else device_error(error, gpus, ask_driver)
@@ -191,7 +193,7 @@ def leave_departure(leave: SystemExit, report_fd: int | None, *, may_follow_sign
         message=message,
         user_line=_user_line(leave),
         may_follow_signal=may_follow_signal,
-        is_consequence=is_peer_lost(leave),
+        is_consequence=is_due_to_lost_peer(leave),
         time=time.time(),
     )
     _write_report(report_fd, {DEPARTURE: asdict(departure)})
@@ -214,16 +216,35 @@ def _write_report(report_fd: int | None, record: Mapping[str, Any]) -> None:
         os.pwrite(descriptor, json.dumps(record).encode().ljust(os.fstat(descriptor).st_size), 0)
 
 
+def handled_in_brief(error: BaseException) -> str | None:
+    """Return an exception that a rank is handling, with its line; None if it only reports the loss of another rank."""
+    line = _user_line(error)
+    if line is None or is_due_to_lost_peer(error):
+        return None
+    first = message_of(error).partition("\n")[0][:_MOST_BRIEF]
+    return f"{type(error).__name__}{first and ': '}{first} ({line.place})"
+
+
 def is_peer_lost(error: BaseException) -> bool:
-    """Return whether an exception only reports the loss of another rank, or was raised because of one that does."""
-    chain = [error]
-    while (before := chain[-1].__cause__ or chain[-1].__context__) is not None and all(
-        before is not one for one in chain
-    ):
-        if _is_loader_lost(before):  # its queue may have lost a connection too
-            return False
-        chain.append(before)
-    return any(map(_reports_peer, chain))
+    """Return whether an exception, or the one that it was raised from, only reports the loss of another rank."""
+    return any(map(_reports_peer, _chain(error, lambda one: one.__cause__)))
+
+
+def is_due_to_lost_peer(error: BaseException) -> bool:
+    """Return whether an exception reports the loss of another rank, or was raised while code dealt with that loss."""
+    return any(map(_reports_peer, _chain(error, lambda one: one.__cause__ or one.__context__)))
+
+
+def _chain(error: BaseException, before_of: Callable[[BaseException], BaseException | None]) -> Iterator[BaseException]:
+    """Yield an exception and those before it, up to the loss of a loader, whose queue may have lost a connection."""
+    seen: list[BaseException] = []
+    found: BaseException | None = error
+    while found is not None and all(found is not one for one in seen):
+        yield found
+        seen.append(found)
+        found = before_of(found)
+        if found is not None and _is_loader_lost(found):
+            return
 
 
 def _reports_peer(error: BaseException) -> bool:

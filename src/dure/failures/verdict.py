@@ -50,6 +50,10 @@ class WorkerEnd:
     """True if the supervisor itself ended it, because another rank had failed."""
     was_held: bool = False
     """True if a signal or a debugger had stopped the process when the supervisor ended it."""
+    last_line: str | None = None
+    """Line at which it was when the supervisor ended it; None if it is unknown."""
+    handled: str | None = None
+    """Exception that it was handling then; None if there was none, or it only reported a lost rank."""
     failure: FailureRecord | None = None
     """Rank's own record of its failure, if it could leave one."""
     departure: Departure | None = None
@@ -168,6 +172,12 @@ def _first_cause(ends: list[WorkerEnd], failures: Mapping[int, FailureRecord | N
     return next((end for end in ends if end.is_tolerated), None) or _unsaid_cause(ends, failed) or first
 
 
+def is_cause_missing(ends: list[WorkerEnd]) -> bool:
+    """Return whether ranks failed and all of them only report that they lost others."""
+    failed = _failed(ends)
+    return bool(failed) and all(_is_consequence(end, end.failure) for end in failed)
+
+
 def left_early(ends: list[WorkerEnd]) -> Verdict:
     """Return a verdict on an unfinished job of which every rank exited with 0."""
     first = min(ends, key=lambda end: end.time)
@@ -183,8 +193,9 @@ def _unsaid_cause(ends: list[WorkerEnd], failed: list[WorkerEnd]) -> WorkerEnd |
     """Find the rank that the others lost, if they only report lost peers: one that exited with 0, or one that hung."""
     left = [end for end in ends if end.exit_code == 0 and not _is_consequence(end, end.failure)]
     has_waited = any(end.failure is not None and _TIMEOUT.search(end.failure.message) for end in failed)
-    # without a timeout the others did not wait for it: it was ended because they failed
-    hung = [end for end in failed if end.was_stopped and end.failure is None and has_waited]
+    # without a timeout the others did not wait for it: it was ended because they failed, unless it had an error first
+    hung = [end for end in failed if end.was_stopped and end.failure is None and (has_waited or end.handled)]
+    hung.sort(key=lambda end: end.handled is None)
     return min(left, key=lambda end: end.time, default=None) or next(iter(hung), None)
 
 
@@ -250,7 +261,10 @@ def failure_in_brief(failure: FailureRecord) -> str:
 def _silent_end(end: WorkerEnd, num_ranks: int, cure: str = "", *, is_script: bool = False) -> str:
     who = end.name(num_ranks)
     if end.was_stopped:
-        return f"{who} did not answer, and the others waited in vain; it was ended"
+        where = "" if end.last_line is None else f"\n  {end.last_line}"
+        if end.handled is not None:
+            return f"{who} was still handling {end.handled} when the others had lost it; it was ended{where}"
+        return f"{who} did not answer, and the others waited in vain; it was ended{where}"
     if end.exit_code < 0:
         number = -end.exit_code
         how = _TEXT_BY_SIGNAL.get(number, f"ended by {signal_name(number)}")

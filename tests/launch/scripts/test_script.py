@@ -79,6 +79,36 @@ def test_script_when_a_rank_fails_then_the_first_cause_is_named(prewarmed, tmp_p
     assert record["user_line"]["line"] == 18
 
 
+CLEANS_UP = """
+import time
+import torch
+import torch.distributed as dist
+
+dist.init_process_group("gloo")
+rank = dist.get_rank()
+try:
+    dist.all_reduce(torch.ones(1))
+    if rank == 1:
+        raise ValueError("on purpose")
+    dist.all_reduce(torch.ones(1))
+finally:
+    dist.destroy_process_group()
+    time.sleep(60 * rank)
+"""
+
+
+def test_script_when_a_rank_cleans_up_after_its_error_then_it_is_named_and_not_the_one_that_lost_it(
+    prewarmed, tmp_path
+):
+    (tmp_path / "tidy.py").write_text(CLEANS_UP)
+    run = forked(prewarmed, tmp_path, "--nproc=2", "tidy.py")
+    assert run.code == 1
+    told = (
+        "dure: rank 1 was still handling ValueError: on purpose (tidy.py:11) when the others had lost it; it was ended"
+    )
+    assert f"{told}\n  tidy.py:15 in <module>\n" in run.err
+
+
 INTERRUPTS = """
 import os, signal, time
 

@@ -159,6 +159,12 @@ def _where(state: RankState, world: Sequence[int]) -> Where:
     return Where(state=state, waits_in=wait, what=what, line=wait.line, call=call)
 
 
+def line_of(state: RankState) -> str | None:
+    """Return the line of the user's code at which a rank is; None if it is unknown."""
+    line = _users_line(state)
+    return None if line is None else str(line)
+
+
 def _doing(state: RankState) -> str:
     busy = state.busy_fraction >= BUSY_FRACTION
     inner = state.main[0] if state.main else None

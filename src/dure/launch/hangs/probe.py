@@ -12,7 +12,7 @@ from typing import Any
 from dure.failures.verdict import failure_in_brief
 from dure.launch.hangs.rank_state import Call, RankState, collective_from, frames_from
 from dure.launch.worker.questions import wait_for_answers
-from dure.launch.worker.responder import STACKS_SIGNAL, STATE
+from dure.launch.worker.responder import HANDLED, STACKS_SIGNAL, STATE
 from dure.launch.worker.stacks import Threads, head, is_stopped, proc_stat, written_stacks
 from dure.launch.worker.worker_process import Worker
 from dure.process.heartbeat import Heartbeats
@@ -80,10 +80,16 @@ def _state_fields(worker: Worker, answer: Mapping[str, Any] | None, stacks: Thre
     }
 
 
-def _answers(workers: Sequence[Worker]) -> dict[int, Mapping[str, Any]]:
+def exceptions_handled(workers: Sequence[Worker]) -> dict[int, str | None]:
+    """Return the exceptions that ranks are handling, in brief, as in a `finally`: a rank may still clean up."""
+    alive = [worker for worker in workers if worker.end is None]
+    return {rank: answer["handled"] for rank, answer in _answers(alive, HANDLED).items()}
+
+
+def _answers(workers: Sequence[Worker], what: str = STATE) -> dict[int, Mapping[str, Any]]:
     """Send requests, and collect the replies that arrive before the timeout."""
     deadline = time.monotonic() + _PATIENCE_SECONDS
-    waiting = {worker: worker.questions.ask(STATE) for worker in workers if not is_stopped(worker.pid)}
+    waiting = {worker: worker.questions.ask(what) for worker in workers if not is_stopped(worker.pid)}
     done: dict[int, Mapping[str, Any]] = {}
     while waiting and (left := deadline - time.monotonic()) > 0:
         wait_for_answers([worker.questions for worker in waiting], left)

@@ -8,10 +8,10 @@ from collections.abc import Sequence
 from contextlib import AbstractContextManager, ExitStack, closing, nullcontext
 
 from dure.errors import EnvironmentLacks
-from dure.failures.verdict import STOP_ENDS, WorkerEnd, stop_signal
+from dure.failures.verdict import STOP_ENDS, WorkerEnd, is_cause_missing, stop_signal
 from dure.launch.hangs.call_counts import CallCounts
-from dure.launch.hangs.diagnosis import HangVerdict, explain
-from dure.launch.hangs.probe import examine
+from dure.launch.hangs.diagnosis import HangVerdict, explain, line_of
+from dure.launch.hangs.probe import examine, exceptions_handled
 from dure.launch.hangs.rank_state import RankState
 from dure.launch.hangs.watchdog import LEAST_SECONDS, UNKNOWN_SECONDS, HangPolicy, Watchdog
 from dure.launch.rounds.node_hang_survey import HangSurvey
@@ -68,11 +68,23 @@ def run_round(
         if store.listener is not None:
             store.listener.close()
         hang = _wait(launch, workers, memory, received)
+        if not launch.restarts.most and not received:
+            _look_for_the_cause(workers, memory)
         kill_all(workers)
     if received or any(worker.end is not None and worker.end.exit_code != 0 for worker in workers):
         # processes left by a script that ended normally are its own concern
         end_leftovers({worker.mark for worker in workers}, min(worker.started_at for worker in workers))
     return hang
+
+
+def _look_for_the_cause(workers: list[Worker], memory: SurvivingMemory) -> None:
+    """Note where the last ranks are if the others have only lost them: they may be cleaning up after an error."""
+    ends = [worker.end for worker in workers if worker.end is not None]
+    if len(ends) == len(workers) or not is_cause_missing(ends):
+        return
+    handled = exceptions_handled(workers)
+    for worker, state in zip(workers, examine(workers, memory.heartbeats), strict=True):
+        worker.last_line, worker.handled = line_of(state), handled.get(worker.rank)
 
 
 def _pass_on_earlier_signals(launch: Launch, workers: list[Worker], received: list[int]) -> None:

@@ -28,8 +28,8 @@ STACKS_SIGNAL = signal.SIGRTMIN + 7 if hasattr(signal, "SIGRTMIN") else None
 MOST_COLLECTIVES = 64
 """Maximum number of reported collectives: no person would read more, and a rank that waits makes no more calls."""
 
-STATE, COUNT = "state", "count"
-"""Requests to a rank: its whole state, or only the number of its process-group calls."""
+STATE, COUNT, HANDLED = "state", "count", "handled"
+"""Requests to a rank: its whole state, the number of its process-group calls, or the exception that it handles."""
 
 LENGTH = struct.Struct("<I")
 _QUESTIONS_BYTES = 4096
@@ -81,12 +81,17 @@ def _answer(questions: socket.socket, main: int) -> None:
             *lines, rest = (rest + data).split(b"\n")
             for line in lines:
                 what, number = line.decode().split()
-                state = _own_state(main) if what == STATE else {"calls": _calls_made()}
-                answer = json.dumps({"number": int(number), **state}, default=str).encode()
+                answer = json.dumps({"number": int(number), **_reply(what, main)}, default=str).encode()
                 questions.sendall(LENGTH.pack(len(answer)) + answer)
         except OSError:
             break
     questions.detach()  # its number may belong to another file by now, which must not be closed
+
+
+def _reply(what: str, main: int) -> dict[str, Any]:
+    if what == STATE:
+        return _own_state(main)
+    return {"handled": _handled(main)} if what == HANDLED else {"calls": _calls_made()}
 
 
 def _own_state(main: int) -> dict[str, Any]:
@@ -115,6 +120,14 @@ def _own_state(main: int) -> dict[str, Any]:
     except Exception as error:
         state["error"] = f"{type(error).__name__}: {error}"
     return state
+
+
+def _handled(main: int) -> str | None:
+    """Return the exception that the main thread is handling, as in a `finally`, unless it only reports a lost rank."""
+    report = sys.modules.get("dure.failures.report")
+    found: Any = sys._current_exceptions().get(main)
+    error = found[1] if isinstance(found, tuple) else found  # a tuple before Python 3.12
+    return None if report is None or error is None else report.handled_in_brief(error)
 
 
 def _calls_made() -> int:

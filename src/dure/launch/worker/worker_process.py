@@ -46,6 +46,8 @@ class Worker:
     """True if its streams are those of the supervisor."""
     was_stopped: bool = False
     was_held: bool = False
+    last_line: str | None = None
+    handled: str | None = None
     was_asked_to_stop: bool = False
 
     def __post_init__(self) -> None:
@@ -73,6 +75,8 @@ class Worker:
                 time=time.time(),
                 was_stopped=self.was_stopped,
                 was_held=self.was_held,
+                last_line=self.last_line,
+                handled=self.handled,
                 failure=failure,
                 departure=departure,
                 is_tolerated=self.is_expendable and was_killed and self.has_begun(),

@@ -43,6 +43,34 @@ class CheckpointNonReentrant(ZooTask):
         return Recomputed(use_reentrant=False)
 
 
+class Scaling(nn.Module):
+    """Calls a layer without gradients, and again on the same value."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(IN, HIDDEN).double()
+        self.blocks = nn.ModuleList(
+            nn.ModuleDict({"up": nn.Linear(HIDDEN, 2 * HIDDEN), "down": nn.Linear(2 * HIDDEN, HIDDEN)}).double()
+            for _ in range(2)
+        )
+        self.last = nn.Linear(HIDDEN, OUT).double()
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        for block in self.blocks:
+            x = torch.tanh(x)
+            with torch.no_grad():
+                scale = block["up"](x).abs().amax(1, keepdim=True)
+            x = block["down"](torch.tanh(block["up"](x) / scale))
+        return self.last(x)
+
+
+@feature("Gradients", "a layer that is called without gradients first, and again with them on the same value")
+class SeenWithoutGradients(ZooTask):
+    def build_model(self) -> nn.Module:
+        return Scaling()
+
+
 @feature("Gradients", "a gradient penalty", eval_every_epochs=1e6)
 class GradientPenalty(ZooTask):
     def eval_data(self) -> Any:

@@ -105,7 +105,7 @@ class LateInspection:
         return is_divided and strategy.is_synchronous and not is_known and self._can_be_called()
 
     def _can_be_called(self) -> bool:
-        """Return whether the loss may be called beside training, and gives the same each time."""
+        """Return whether the loss may be called during training, and gives the same each time."""
         traits = self._session.strategy.traits
         # batches that draw random numbers differ each time
         varies = traits.data_changes or traits.collate_draws

@@ -558,6 +558,25 @@ class Averages:
         return mean_square(model, x) + sum((p - self.mean[name]).square().sum() for name, p in named)
 
 
+def changed_by_out(model: nn.Module, x: Tensor) -> Tensor:
+    """Change divided weights by `out=`, which `nn.init.eye_` uses too."""
+    with torch.no_grad():
+        torch.clamp(model.fc2.weight, -0.1, 0.1, out=model.fc2.weight)
+        norms = torch.stack([model.fc2.weight.norm(), model.fc1.weight.norm()])
+        nn.init.eye_(model.fc1.weight)
+    return mean_square(model, x) * norms[0]
+
+
+def given_to_copies(model: nn.Module, x: Tensor) -> Tensor:
+    """Give plain tensors the memory of divided ones, as `nn.utils.vector_to_parameters` does for a teacher."""
+    copies = [nn.Parameter(torch.zeros(parameter.shape)) for parameter in model.parameters()]
+    nn.utils.vector_to_parameters(0.5 * nn.utils.parameters_to_vector(model.parameters()), copies)
+    copies[0].data = model.fc1.weight.data
+    return mean_square(model, x) + sum(
+        ((p - c.detach()) ** 2).sum() for p, c in zip(model.parameters(), copies, strict=True)
+    )
+
+
 def changed_together(model: nn.Module, x: Tensor) -> Tensor:
     """Change divided and whole weights, and an average of them, by functions of lists."""
     weights = [*model.parameters()]
@@ -591,8 +610,8 @@ def functional_call(model: nn.Module, x: Tensor) -> Tensor:
     return torch.func.functional_call(model, doubled, x).square().mean()
 
 
-def test_weights_that_are_changed_in_lists_are_exact():
-    assert_all_exact([(Pair, lambda: changed_together)])
+def test_weights_that_are_changed_in_lists_or_by_out_or_given_to_plain_tensors_are_exact():
+    assert_all_exact([(Pair, lambda loss=loss: loss) for loss in (changed_together, changed_by_out, given_to_copies)])
 
 
 @pytest.mark.slow

@@ -114,6 +114,9 @@ class DividedValues(TorchFunctionMode):
             return _version(func, *args)
         if func is Tensor.data_ptr:
             return func(local_tensor(args[0]))
+        if name == "__set__" and not isinstance(args[0], DTensor):
+            # a plain tensor that is given the memory of a DTensor, which has none, crashes the process
+            return _on_whole(func, *args)
         if name in UNTOUCHED:
             return func(*args, **kwargs)
         handler = _HANDLERS.get(func)
@@ -267,11 +270,17 @@ def _of_operator(func: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def _in_place(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], mesh: DeviceMesh) -> Any:
-    """Change the first argument: a plain one by whole values, a divided one by its parts or by a changed copy."""
+    """Change the first argument or `out`: a plain one by whole values, a divided one by its parts or a changed copy."""
     first = args[0] if args else None
+    if (out := kwargs.get("out")) is not None:
+        with _changed_copies(out if isinstance(out, tuple | list) else [out]) as changed:
+            given = changed if isinstance(out, tuple | list) else changed[0]
+            _on_whole(func, *args, **{**kwargs, "out": given})
+        return out
     if isinstance(first, tuple | list):
-        return _in_place_of_each(func, first, args[1:], kwargs)
-    if not isinstance(first, DTensor) or kwargs.get("out") is not None:
+        with _changed_copies(first) as changed:
+            return _on_whole(func, changed, *args[1:], **kwargs)
+    if not isinstance(first, DTensor):
         return _on_whole(func, *args, **kwargs)
     if func.__name__ in COMPUTED:
         given, named = _with_gradients((args, kwargs), mesh)
@@ -286,13 +295,14 @@ def _in_place(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], mesh: De
     return _set_to(first, changed)
 
 
-def _in_place_of_each(func: Any, tensors: Sequence[Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Change the tensors of a list together (`torch._foreach_mul_`), divided ones by changed copies."""
+@contextmanager
+def _changed_copies(tensors: Sequence[Any]) -> Iterator[list[Tensor]]:
+    """Yield tensors to change, whole copies of the divided ones, which are set to these afterwards."""
     changed = [undivided(each).clone() if isinstance(each, DTensor) else each for each in tensors]
-    func(changed, *undivided(args), **undivided(kwargs))
-    for each, value in zip(tensors, changed, strict=True):
+    yield changed
+    for each, whole in zip(tensors, changed, strict=True):
         if isinstance(each, DTensor):
-            _set_to(each, value)
+            _set_to(each, whole)
 
 
 def _set_to(divided: Any, whole: Tensor) -> Any:

@@ -280,3 +280,32 @@ class ZerosLeftOut(ZooTask):
 
     def build_optimizer(self, model: nn.Module) -> Optimizer:
         return LeavesOut(model.parameters(), lr=0.1, momentum=0.9, weight_decay=0.01)
+
+
+@feature("Weights", "weights that the loss limits by a function of lists, and by `out=`")
+class LimitedTogether(ZooTask):
+    def loss(self, model: nn.Module, batch: Any) -> Any:
+        x, y = batch
+        if model.training:
+            weights = [*model.parameters()]
+            with torch.no_grad():
+                torch._foreach_clamp_max_(weights, 0.3)
+                for weight in weights:
+                    torch.clamp(weight, min=-0.3, out=weight)
+        return functional.mse_loss(model(x), y)
+
+
+class Room(nn.Module):
+    """Expert with room for half of a batch, in the order of its samples."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        comes = x[:, 0] > 0
+        return torch.where((comes & (comes.cumsum(0) <= -(-len(x) // 2)))[:, None], x.relu(), x)
+
+
+@feature("Calls", "an expert that takes a limited number of a batch's samples", declares=("mean over samples",))
+class LimitedRoom(ZooTask):
+    def build_model(self) -> nn.Module:
+        model = chain()
+        model[3] = Room()
+        return model

@@ -17,6 +17,7 @@ import torch
 from torch import nn
 
 from dure.records.sums import exact_sum
+from dure.strategies.contract.batches import split_batch
 from dure.strategies.contract.strategy import LossFunction
 from dure.torchcompat import entered_autocasts
 from dure.training.inspection.additivity import Additivity, rows_of
@@ -130,12 +131,20 @@ class DividedModel:
         while len(self.counts) > 1 and begin + size <= num_samples and time.monotonic() - started <= seconds:
             batch = WholeBatch(self._of_outputs(range(begin, begin + size)), self.counts, begin)
             begin += size
-            if batch.figures(num_samples, most_seconds=seconds):
+            if self._has_rows(batch.begin) and batch.figures(num_samples, most_seconds=seconds):
                 return (
                     f"the model's outputs for {size} samples at once are others than for the same samples in "
                     f"{len(self.counts)} parts"
                 ), begin
         return None, begin
+
+    def _has_rows(self, begin: int) -> bool:
+        """Return whether a batch is divided by samples; one of packed tokens is not, and its samples pack otherwise."""
+        try:
+            split_batch(self.additivity.calls.fetch(range(begin, begin + sum(self.counts))), self.counts)
+        except Exception:
+            return False
+        return True
 
     def _of_outputs(self, batch: range) -> Additivity:
         outputs = copy.copy(self.additivity)

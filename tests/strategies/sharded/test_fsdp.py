@@ -246,9 +246,22 @@ class CopiesUnits(Regression):
         return super().build_optimizer(model)
 
 
+class WeighsWeights(CopiesUnits):
+    """Task that measures in build_optimizer how much each weight matters (elastic weight consolidation)."""
+
+    def build_optimizer(self, model):
+        self.importance = {name: torch.zeros_like(parameter) for name, parameter in model.named_parameters()}
+        x = torch.ones(1, WIDTH, dtype=torch.float64)
+        gradients = torch.autograd.grad(model(x).square().sum(), [*model.parameters()])
+        for importance, gradient in zip(self.importance.values(), gradients, strict=True):
+            importance += gradient.square()
+        return super().build_optimizer(model)
+
+
 @pytest.mark.parametrize(
     ("task", "why"),
     [
+        (WeighsWeights, "with weights that the strategy has divided over the ranks: compute with them in build_model"),
         (InPlace, "a unit changes one of its inputs in place"),
         (CopiesUnits, r"the task copies the model or a part of it \(copy.deepcopy\)"),
     ],

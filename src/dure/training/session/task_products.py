@@ -91,7 +91,17 @@ def checked_optimizer(task: Task) -> Callable[[nn.Module], Optimizer]:
     """Return a function that builds a task's optimiser and refuses an invalid one."""
 
     def build(model: nn.Module) -> Optimizer:
-        optimizer: Any = task.build_optimizer(model)
+        is_divided = any(hasattr(parameter, "device_mesh") for parameter in model.parameters())
+        try:
+            optimizer: Any = task.build_optimizer(model)
+        except RuntimeError as error:
+            if not is_divided:
+                raise
+            raise TaskInvalid(
+                f"{type(task).__name__}.build_optimizer failed ({message_of(error)[:150]}) with weights that the "
+                "strategy has divided over the ranks: compute with them in build_model, where they are whole, or use "
+                "ddp"
+            ) from error
         if not isinstance(optimizer, Optimizer):
             raise TaskInvalid(
                 f"{type(task).__name__}.build_optimizer returned {type(optimizer).__name__}: "

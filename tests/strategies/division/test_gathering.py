@@ -1,6 +1,7 @@
 """Outputs of several devices are joined to one device's, or refused when they are used."""
 
 import copy
+import weakref
 from collections import OrderedDict, namedtuple
 from dataclasses import dataclass
 from types import SimpleNamespace
@@ -165,3 +166,9 @@ def test_what_was_not_gathered_may_lie_around():
     assert value is not None
     assert copy.deepcopy([value])[0] is value
     assert repr(value) == "<not gathered: the reason>"
+
+
+def test_references_to_tensors_of_each_device_are_refused():
+    tensors = [torch.ones(2), torch.zeros(2)]  # as torch's LSTM keeps for the weights that a forward sets
+    with pytest.raises(TaskInvalid, match="different values"):
+        gather([weakref.ref(tensor) for tensor in tensors], CPU, COUNTS)

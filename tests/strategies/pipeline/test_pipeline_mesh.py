@@ -141,6 +141,32 @@ def test_start_says_what_is_divided_and_how():
     assert "row (input features divided, the output added up): 3" in lines[2]
 
 
+class Tied(nn.Module):
+    """Has the last layer's weight in a module that is not called, beside that layer in the plan."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers, self.codes = four_layers(), nn.Embedding(8, 16)
+        self.codes.weight = self.layers[3].weight
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layers(x) + self.codes.weight.sum(1)
+
+
+def test_layer_whose_weight_is_also_outside_the_stages_stays_whole_and_tied():
+    def work(group: ProcessGroup) -> Any:
+        batch = torch.ones(2, 8)
+        strategy = prepared("pipeline", group, Tied(), cuts="layers.2", example=batch, **MESH)
+        backward(strategy, batch)
+        lines, model = strategy.describe(), strategy.model
+        strategy.close()
+        return model.codes.weight is model.layers[3].weight, [line for line in lines if "shared" in line]
+
+    found = on_ranks(4, work)
+    assert all(is_tied for is_tied, _ in found)
+    assert [lines for _, lines in found[2:]] == [["layers.3 whole: its weight is shared with a whole layer"]] * 2
+
+
 @pytest.mark.parametrize(
     ("settings", "sentence"),
     [

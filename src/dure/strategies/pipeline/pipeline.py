@@ -171,9 +171,9 @@ class Pipeline(SectionedStrategy):
         model = super().place(model)
         if self.mesh.size("tensor") > 1:
             plan = plan_of(model, self.mesh.size("tensor"), self.options.tensor_plan)
-            own = tuple(f"{name}." for name in self.plan.calls if self.plan.section_of_block(name) in self.stages)
             if self.num_stages > 1:
-                plan.styles = {name: style for name, style in plan.styles.items() if f"{name}.".startswith(own)}
+                own = [name for name in self.plan.calls if self.plan.section_of_block(name) in self.stages]
+                plan.leave_out_others(model, own)
             alike = self.mesh.group("tensor")
             self.division = TensorDivision(
                 plan, self.mesh, alike, self.device, is_sequence_parallel=self.options.sequence_parallel

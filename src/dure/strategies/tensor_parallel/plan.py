@@ -30,6 +30,9 @@ STYLES = {
 _SHARD_DIM = {"column": 0, "fused": 0, "gathered": 0, "vocab": 0, "row": 1}
 """Dimension of the weight that is divided, by style."""
 
+_WITH_WHOLE = "its weight is shared with a whole layer"
+"""Reason to leave a layer whole."""
+
 _ELEMENTWISE = (
     *(nn.ReLU, nn.ReLU6, nn.LeakyReLU, nn.ELU, nn.SELU, nn.CELU, nn.GELU, nn.SiLU, nn.Mish, nn.Tanh, nn.Sigmoid),
     *(nn.Softplus, nn.Softsign, nn.Hardswish, nn.Hardtanh, nn.Hardsigmoid, nn.LogSigmoid, nn.Dropout, nn.Identity),
@@ -98,6 +101,14 @@ class TensorPlan:
         if not any(name in self.styles for name in styles):
             self.styles.update(styles)
             self.regions.append(tuple(styles))
+
+    def leave_out_others(self, model: nn.Module, blocks: Iterable[str]) -> None:
+        """Remove all layers but those in some blocks, and of these the ones that share a parameter with another."""
+        own = tuple(f"{block}." for block in blocks)
+        self.styles = {name: style for name, style in self.styles.items() if f"{name}.".startswith(own)}
+        for names in _sharing(model):
+            if not all(name in self.styles for name in names):
+                self.leave_whole([name for name in names if name in self.styles], _WITH_WHOLE)
 
     def leave_whole(self, names: Iterable[str], why: str) -> None:
         """Remove layers from the plan."""
@@ -239,7 +250,7 @@ def _agree_on_tied(plan: TensorPlan, model: nn.Module) -> None:
         if not any(name in plan.styles for name in names):
             continue
         if not all(name in plan.styles for name in names):
-            plan.leave_whole([name for name in names if name in plan.styles], "its weight is shared with a whole layer")
+            plan.leave_whole([name for name in names if name in plan.styles], _WITH_WHOLE)
             continue
         if len({_SHARD_DIM[plan.styles[name]] for name in names}) > 1:
             for other in {other for name in names for other in plan.region_of(name)}:

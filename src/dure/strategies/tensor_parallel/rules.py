@@ -13,10 +13,10 @@ def _names(text: str) -> frozenset[str]:
 
 _ELEMENTWISE = _names("""
     abs absolute neg negative positive exp exp2 expm1 log log2 log10 log1p sqrt rsqrt square reciprocal sin cos tan
-    sinh cosh tanh sigmoid relu relu6 gelu silu elu celu selu leaky_relu hardtanh mish softplus softsign hardswish
-    hardsigmoid logsigmoid tanhshrink erf erfc clamp clamp_min clamp_max clip sign floor ceil round trunc isnan isinf
-    isfinite logical_not add sub subtract mul multiply div divide true_divide pow maximum minimum where lerp addcmul
-    addcdiv masked_fill eq ne lt le gt ge logical_and logical_or logical_xor rsub fill zero copy
+    sinh cosh tanh sigmoid relu gelu silu elu celu selu leaky_relu mish softplus softsign logsigmoid tanhshrink erf erfc
+    clamp clamp_min clamp_max clip sign floor ceil round trunc isnan isinf isfinite logical_not add sub subtract mul
+    multiply div divide true_divide pow maximum minimum where lerp addcmul addcdiv masked_fill eq ne lt le gt ge
+    logical_and logical_or logical_xor rsub fill zero copy
 """)
 
 _BINARY = ("add", "sub", "mul", "truediv", "div", "pow", "and", "or", "xor")

@@ -1172,6 +1172,20 @@ def is_operator(func: object) -> bool:
     return isinstance(func, torch._ops.OpOverload | torch._ops.OpOverloadPacket)
 
 
+@contextmanager
+def modes_in_backward() -> Iterator[None]:
+    """Enter the context in which a function mode sees what a backward computes: checkpoints, hooks (private in torch).
+
+    torch takes `backward` and `grad` for functions that a mode handles, and leaves the mode while it does so.
+    """
+    own = torch.autograd.has_torch_function
+    torch.autograd.has_torch_function = lambda args: False
+    try:
+        yield
+    finally:
+        torch.autograd.has_torch_function = own
+
+
 def is_below_autograd() -> bool:
     """Return whether a call comes from within torch's dispatch, where no gradient is recorded (private in torch)."""
     return torch._C._dispatch_tls_is_dispatch_key_excluded(torch._C.DispatchKey.AutogradFunctionality)

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from dure.comm.groups import ProcessGroup
 from dure.errors import DureError
@@ -165,6 +166,45 @@ def test_layer_whose_weight_is_also_outside_the_stages_stays_whole_and_tied():
     found = on_ranks(4, work)
     assert all(is_tied for is_tied, _ in found)
     assert [lines for _, lines in found[2:]] == [["layers.3 whole: its weight is shared with a whole layer"]] * 2
+
+
+class Dropping(nn.Module):
+    """Drops between divided layers."""
+
+    use_reentrant: bool | None = None
+    """The kind of the activation checkpoint; None for none."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.up, self.down = nn.Linear(8, 16), nn.Linear(16, 8)
+
+    def _computed(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down(nn.functional.dropout(self.up(x), 0.5))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.use_reentrant is None:
+            return self._computed(x)
+        return checkpoint(self._computed, x, use_reentrant=self.use_reentrant)
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_what_checkpoints_compute_again_is_what_they_computed(use_reentrant):
+    def gradients(group: ProcessGroup, kind: bool | None) -> list[torch.Tensor]:
+        blocks = [Dropping(), Dropping()]
+        blocks[1].use_reentrant = kind
+        batch = torch.ones(2, 8)
+        strategy = prepared("pipeline", group, nn.Sequential(*blocks), example=batch, mesh="tensor=2")
+        torch.manual_seed(1)
+        backward(strategy, batch)
+        strategy.close()
+        return [parameter.grad for parameter in strategy.trainable]
+
+    def work(group: ProcessGroup) -> bool:
+        found, expected = gradients(group, use_reentrant), gradients(group, None)
+        return all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
+
+    assert on_ranks(2, work) == [True, True]
 
 
 @pytest.mark.parametrize(

@@ -35,7 +35,7 @@ from dure.strategies.tensor_parallel.layers import (
 from dure.strategies.tensor_parallel.plan import OPTION, STYLES, TensorPlan, shard_dim, whole_layers
 from dure.strategies.tensor_parallel.rules import has_no_rule
 from dure.strategies.tensor_parallel.values import DividedValues, undivided, whole_in_functions
-from dure.torchcompat import default_generator, without_compilation
+from dure.torchcompat import default_generator, modes_in_backward, without_compilation
 
 _DRAW_BITS = 20
 """Bits in a fingerprint of the generators, so that its product with a few thousand ranks is exact in float32."""
@@ -76,6 +76,7 @@ class TensorDivision:
         # masks and tables made by a model are equal on every rank: combined with divided values, they are whole
         self._resources.enter_context(implicit_replication())
         self._resources.enter_context(whole_in_functions())
+        self._resources.enter_context(modes_in_backward())
         # the fast path of nn.TransformerEncoder uses weights without calling the layers
         had_fast_path = torch.backends.mha.get_fastpath_enabled()
         torch.backends.mha.set_fastpath_enabled(False)

@@ -513,6 +513,11 @@ def test_any_operation_on_divided_values_is_that_of_the_whole():
     assert_all_exact([(pair_with(operation), lambda: mean_square) for operation in OPERATIONS.values()])
 
 
+def test_activations_that_dtensor_cannot_differentiate_are_exact():
+    kinds = (nn.Hardtanh, nn.ReLU6, nn.Hardswish, nn.Hardsigmoid)
+    assert_all_exact([(pair_with(kind()), lambda: mean_square) for kind in kinds])
+
+
 DRAWS = [
     lambda x: x * torch.rand_like(x),
     lambda x: x + torch.randn_like(x),

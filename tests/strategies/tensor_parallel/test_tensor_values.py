@@ -209,6 +209,24 @@ def test_values_that_are_changed_in_place_are_exact():
     assert_all_exact([(build, lambda: changing_loss) for build in (Pair, ChangedLayers)])
 
 
+CHANGED_SUMS = [
+    lambda total: total.relu_(),
+    lambda total: total.add_(1),
+    lambda total: total.fill_(3.0),
+    lambda total: total.normal_(),
+    lambda total: total.sub_(total.mean()).div_(2),
+    lambda total: (total[0].mul_(2), total.__setitem__(1, 0.5), total)[2],
+]
+
+
+@pytest.mark.parametrize("dim", [1, -1])
+def test_sums_over_the_ranks_that_are_changed_in_place_are_exact(dim):
+    def change_sum(change: Any) -> Any:
+        return between(lambda hidden: hidden * change(hidden.sum(dim, keepdim=True)))
+
+    assert_all_exact([(change_sum(change), lambda: mean_square) for change in CHANGED_SUMS])
+
+
 def between(change: Any) -> Any:
     return type("Between", (Pair,), {"between": staticmethod(change)})
 

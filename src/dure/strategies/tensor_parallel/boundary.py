@@ -130,7 +130,7 @@ def to_local(value: Any, *, gradient: Placement | None = None) -> Tensor:
 def redistributed(value: Any, placement: Placement, *, is_counted: bool | None = None) -> Any:
     """Return a DTensor with another placement.
 
-    Communication: an all_gather, all_reduce or reduce_scatter; none from the whole to parts.
+    Communication: an all_gather, all_reduce or reduce_scatter; none from the whole to parts or summands.
     """
     check_is_gathered(value, "a divided layer")
     if value.placements == (placement,):
@@ -203,6 +203,8 @@ class _Redistributed(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         if is_counted and _counting:
             _counting[-1].count(value, ctx.source, placement)
+        if isinstance(placement, Partial):
+            return DTensor.from_local(_summand(value, placement), value.device_mesh, [placement], run_check=False)
         return value.redistribute(placements=[placement])
 
     @staticmethod
@@ -210,6 +212,13 @@ class _Redistributed(torch.autograd.Function):
         if gradient is None:
             return None, None, None
         return redistributed(gradient, _of_gradient(ctx.source), is_counted=ctx.is_counted), None, None
+
+
+def _summand(value: Any, placement: Partial) -> Tensor:
+    """Return a rank's own summand of a value that is whole on every rank: all of it or nothing."""
+    whole: Tensor = value.to_local()
+    is_all = placement.reduce_op != "sum" or value.device_mesh.get_local_rank() == 0
+    return whole if is_all else torch.zeros_like(whole)
 
 
 class _Released(torch.autograd.Function):

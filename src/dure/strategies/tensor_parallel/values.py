@@ -282,7 +282,8 @@ def _in_place(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], mesh: De
             return _on_whole(func, changed, *args[1:], **kwargs)
     if not isinstance(first, DTensor):
         return _on_whole(func, *args, **kwargs)
-    if func.__name__ in COMPUTED:
+    # what is not linear would change every summand, as if each were the sum
+    if func.__name__ in COMPUTED and not isinstance(first.placements[0], Partial):
         given, named = _with_gradients((args, kwargs), mesh)
         try:
             return func(*given, **named)
@@ -319,9 +320,7 @@ def _cat(func: Any, tensors: Sequence[Any], *args: Any, **kwargs: Any) -> Any:
 def _draw_in_place(func: Any, value: Any, *args: Any, **kwargs: Any) -> Any:
     """Fill a divided value with the random numbers that one device would draw."""
     whole = func(torch.empty(value.shape, dtype=value.dtype, device=value.device), *args, **kwargs)
-    with torch.no_grad():
-        value.copy_(distribute_tensor(whole, value.device_mesh, value.placements, src_data_rank=None))
-    return value
+    return _set_to(value, whole)
 
 
 def _dropout(func: Any, value: Any, p: float = 0.5, training: bool = True, inplace: bool = False) -> Any:

@@ -227,6 +227,18 @@ def test_sums_over_the_ranks_that_are_changed_in_place_are_exact(dim):
     assert_all_exact([(change_sum(change), lambda: mean_square) for change in CHANGED_SUMS])
 
 
+class Empty(Pair):
+    """Layers that get no tokens."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.cat([super().forward(x[:, :0]), super().forward(x)], 1)
+
+
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+def test_layers_that_get_no_tokens_are_exact(sequence_parallel):
+    assert_all_exact([(Empty, lambda: mean_square)], sequence_parallel=sequence_parallel)
+
+
 def between(change: Any) -> Any:
     return type("Between", (Pair,), {"between": staticmethod(change)})
 

@@ -275,6 +275,28 @@ def test_changes_in_place_that_would_be_lost_are_refused(mode):
     assert all("the model changes part of a value that is divided" in str(one) for one in found.values())
 
 
+PARTS_FROM_BEFORE = {
+    "a column": lambda hidden: hidden[..., 1],
+    "windows": lambda hidden: hidden.unfold(-1, 2, 2),
+    "a view across ranks": lambda hidden: hidden.reshape(-1)[::3],
+}
+
+
+def test_parts_that_would_miss_a_later_change_are_refused_and_those_that_nobody_has_are_not():
+    def changed(take: Any) -> Any:
+        def change(hidden: Tensor) -> Tensor:
+            part = take(hidden)
+            hidden *= 2
+            return hidden * part.mean()
+
+        return between(change)
+
+    refused = differences([(changed(take), lambda: mean_square) for take in PARTS_FROM_BEFORE.values()])
+    assert all("keeps a part of it from before" in str(one) for one in refused), refused
+    used = [changed(lambda hidden, take=take: take(hidden).sum()) for take in PARTS_FROM_BEFORE.values()]
+    assert_all_exact([(case, lambda: mean_square) for case in used])
+
+
 def test_parts_of_one_layer_that_are_used_again_after_a_change_are_refused():
     (found,) = differences([(UsedAgain, lambda: mean_square)])
     assert "uses queries, keys and values of one layer again after it changed one of them in place" in str(found)

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from dure.errors import TaskInvalid
 from dure.torchcompat import is_transforming
@@ -25,12 +26,24 @@ def storage_of(value: Any) -> Any:
     return local.untyped_storage()
 
 
-def mark_as_copy(value: Any) -> Any:
+def mark_as_copy(value: Any, original: Any) -> Any:
     """Mark a value as a copy, although on one device it would share memory with another; its views are marked too."""
     # torch keeps one Python object per storage, as long as that lives, for all tensors that share it
-    if (storage := storage_of(value)) is not None:
+    storage, source = storage_of(value), storage_of(original)
+    if storage is not None:
         storage.is_copy = True
+        if source is not None and source is not storage:
+            source.copies = [*_copies_of(source), StorageWeakRef(storage)]
     return value
+
+
+def _copies_of(storage: Any) -> list[StorageWeakRef]:
+    return [copy for copy in getattr(storage, "copies", ()) if not copy.expired()]
+
+
+def has_copies(value: Any) -> bool:
+    """Return whether something still has a copy of a value or of its views."""
+    return bool(_copies_of(storage_of(value)))
 
 
 def is_copy(value: Any) -> bool:

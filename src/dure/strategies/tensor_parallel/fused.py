@@ -72,7 +72,7 @@ def on_fused(func: Any, value: Any, *args: Any, **kwargs: Any) -> Any:
         value.handed_out += [(part, version_of(part)) for part in parts]
         return tuple(parts)
     others, named = map_tensors((args, kwargs), lambda one: gathered(one) if isinstance(one, DTensor) else one)
-    return func(mark_as_copy(whole_of_fused(value)), *others, **named)
+    return func(mark_as_copy(whole_of_fused(value), value), *others, **named)
 
 
 def _viewed(value: Any, shape: tuple[int, ...]) -> Tensor | None:

@@ -23,6 +23,7 @@ from dure.strategies.tensor_parallel.boundary import (
     check_is_gathered,
     from_local,
     gathered,
+    has_copies,
     is_copy,
     is_shard,
     mark_as_copy,
@@ -47,15 +48,21 @@ def undivided(values: Any) -> Any:
 def _undivided(value: Tensor) -> Any:
     if not isinstance(value, DTensor) or is_shard(value):
         return value
-    return mark_as_copy(whole_of_fused(value) if is_fused(value) else gathered(value))
+    return mark_as_copy(whole_of_fused(value) if is_fused(value) else gathered(value), value)
 
 
 def _check_is_own(value: Any, name: str) -> None:
-    """Refuse an in-place change that on one device would also change the value from which this one was taken.
+    """Refuse an in-place change that on one device would also change a value from which, or of which, a view was taken.
 
     Raises:
         TaskInvalid: The ranks have copies.
     """
+    if has_copies(value):
+        raise TaskInvalid(
+            f"the model changes a value that is divided over the ranks in place ({name}) and keeps a part of it from "
+            "before, of which they have copies: take the part after the change, make a new value, or make the layers "
+            f"before it gathered with {OPTION}"
+        )
     if is_copy(value):
         raise TaskInvalid(
             f"the model changes part of a value that is divided over the ranks in place ({name}), of which they have "
@@ -166,7 +173,7 @@ def _mark_copies(found: Any, func: Any, args: tuple[Any, ...], kwargs: dict[str,
         if one.dtype == given.dtype and storage_of(one) is not storage_of(given):
             if func.__name__ in _VIEWS_IF_POSSIBLE and not _is_view(func, given, args[1:], kwargs):
                 return
-            mark_as_copy(one)
+            mark_as_copy(one, given)
 
 
 _VIEWS_IF_POSSIBLE = frozenset(("contiguous", "flatten", "reshape"))

@@ -301,6 +301,42 @@ def test_failure_when_an_error_was_raised_because_of_a_lost_peers_then_it_is_a_c
     assert not is_peer_lost(raised.value)  # a server that goes on without lost workers must not go on after this
 
 
+def test_failure_when_a_group_of_errors_holds_lost_peers_alone_then_it_is_a_consequence():
+    def step():
+        try:
+            raise ExceptionGroup("in 1 task", [ExceptionGroup("in 1 part", [PeerLost("rank 1 went away")])])
+        except ExceptionGroup as group:
+            raise RuntimeError("the step failed") from group
+
+    assert caught(step).is_consequence
+
+
+def test_failure_when_a_group_of_errors_holds_another_than_lost_peers_then_that_one_is_named():
+    def fail_part():
+        raise ValueError("no such label")
+
+    def step():
+        errors = [PeerLost("rank 1 went away")]
+        try:
+            fail_part()
+        except ValueError as error:
+            errors.append(error)
+        raise ExceptionGroup("in 2 tasks", errors)
+
+    failure = caught(step)
+    assert not failure.is_consequence
+    assert failure.message == "in 2 tasks (2 sub-exceptions): ValueError: no such label"
+    assert failure.user_line.function == "fail_part"
+
+
+def test_failure_when_a_member_of_a_group_was_raised_from_the_group_then_both_are_looked_at_once():
+    def step():
+        member = RuntimeError("Connection closed by peer")
+        raise member from ExceptionGroup("in 1 task", [member])
+
+    assert not caught(step).is_consequence
+
+
 def test_failure_when_a_module_of_python_translates_the_error_of_its_socket_then_it_is_no_consequence():
     def step():
         urllib.request.urlopen("http://127.0.0.1:9/labels", timeout=5)

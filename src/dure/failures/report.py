@@ -221,18 +221,42 @@ def handled_in_brief(error: BaseException) -> str | None:
     line = _user_line(error)
     if line is None or is_due_to_lost_peer(error):
         return None
-    first = message_of(error).partition("\n")[0][:_MOST_BRIEF]
-    return f"{type(error).__name__}{first and ': '}{first} ({line.place})"
+    kind, message, _ = _worded(error)
+    first = message.partition("\n")[0][:_MOST_BRIEF]
+    return f"{kind}{first and ': '}{first} ({line.place})"
 
 
 def is_peer_lost(error: BaseException) -> bool:
     """Return whether an exception, or the one that it was raised from, only reports the loss of another rank."""
-    return any(map(_reports_peer, _chain(error, lambda one: one.__cause__)))
+    return _holds_lost_peer(error, lambda one: one.__cause__)
 
 
 def is_due_to_lost_peer(error: BaseException) -> bool:
     """Return whether an exception reports the loss of another rank, or was raised while code dealt with that loss."""
-    return any(map(_reports_peer, _chain(error, lambda one: one.__cause__ or one.__context__)))
+    return _holds_lost_peer(error, lambda one: one.__cause__ or one.__context__)
+
+
+def _holds_lost_peer(
+    error: BaseException,
+    before_of: Callable[[BaseException], BaseException | None],
+    groups: tuple[BaseException, ...] = (),
+) -> bool:
+    """Return whether an exception or one before it reports a lost rank; a group does if all its members do.
+
+    Args:
+        error: Exception.
+        before_of: Returns the exception before one.
+        groups: Groups that it is a member of, one of which it may have been raised from.
+    """
+    return any(
+        _reports_peer(one)
+        or (
+            isinstance(one, BaseExceptionGroup)
+            and all(one is not group for group in groups)
+            and all(_holds_lost_peer(member, before_of, (*groups, one)) for member in one.exceptions)
+        )
+        for one in _chain(error, before_of)
+    )
 
 
 def _chain(error: BaseException, before_of: Callable[[BaseException], BaseException | None]) -> Iterator[BaseException]:
@@ -333,9 +357,19 @@ def _worded(error: BaseException) -> tuple[str, str, str | None]:
         return kind, _message_of_loader(message), None
     if (misfit := library_for_another_torch(error)) is not None:
         return kind, misfit, None
+    if (member := _member_to_tell(error)) is not None:
+        member_kind, text, advice = _worded(member)
+        return kind, f"{message}: {member_kind}{text and ': '}{text}", advice
     if _NO_GRADIENT in message and _is_in_evaluation(error):
         return kind, message, _GRADIENT_ADVICE
     return kind, message, None
+
+
+def _member_to_tell(error: BaseException) -> BaseException | None:
+    """Return the member of an exception group that says most: the first that does not only report a lost rank."""
+    if not isinstance(error, BaseExceptionGroup):
+        return None
+    return next((member for member in error.exceptions if not is_due_to_lost_peer(member)), error.exceptions[0])
 
 
 def _is_in_evaluation(error: BaseException) -> bool:
@@ -387,7 +421,13 @@ def _message_of_loader(message: str) -> str:
 
 
 def _user_line(error: BaseException) -> CodeLine | None:
-    """Return the innermost line of the task's code in the exception's traceback; None if there is none."""
+    """Return the innermost line of the task's code in the exception's traceback; None if there is none.
+
+    For a group of exceptions it is that of a member: the group itself is raised where all of them are collected.
+    """
+    member = _member_to_tell(error)
+    if member is not None and (line := _user_line(member)) is not None:
+        return line
     message = message_of(error)
     if _FROM_LOADER.match(message):
         frames = [

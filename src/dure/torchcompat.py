@@ -205,6 +205,26 @@ def group_members() -> dict[str, list[int]]:
     return {name: sorted(world.pg_group_ranks[group]) for group, name in world.pg_names.items()}
 
 
+class _FailedCalls(logging.Handler):
+    """Handler of torch's own log of collectives, which has an entry for each that raises."""
+
+    def __init__(self, notice: Callable[[BaseException], None]) -> None:
+        super().__init__()
+        self._notice = notice
+
+    def emit(self, record: logging.LogRecord) -> None:
+        error = sys.exception()
+        if error is not None:
+            self._notice(error)
+
+
+def watch_failed_calls(notice: Callable[[BaseException], None]) -> None:
+    """Call a function with each exception that a collective of this process raises, even if the caller catches it."""
+    from torch.distributed.c10d_logger import _c10d_logger
+
+    _c10d_logger.addHandler(_FailedCalls(notice))
+
+
 def calls_made() -> int:
     """Return the number of this process's process-group calls; -1 if none is counted (private in torch)."""
     if not dist.is_available() or not dist.is_initialized():

@@ -179,13 +179,16 @@ def write_failure(failure: FailureRecord, report_fd: int | None) -> None:
     _write_report(report_fd, failure_to_json(failure))
 
 
-def leave_departure(leave: SystemExit, report_fd: int | None, *, may_follow_signal: bool = True) -> None:
+def leave_departure(
+    leave: SystemExit, report_fd: int | None, *, may_follow_signal: bool = True, has_lost_peer: bool = False
+) -> None:
     """Record where a script calls `sys.exit`, because others may still be in a call that needs this rank.
 
     Args:
         leave: Exception of `sys.exit`.
         report_fd: Descriptor of the report to the supervisor; None if there is no supervisor.
         may_follow_signal: True if a handler of the script may have called it.
+        has_lost_peer: True if a collective of the script has reported the loss of another rank before.
     """
     may_follow_signal = may_follow_signal or any(isinstance(error, KeyboardInterrupt) for error in _contexts(leave))
     message = None if leave.code is None or isinstance(leave.code, int) else _shortened(str(leave.code))
@@ -193,7 +196,7 @@ def leave_departure(leave: SystemExit, report_fd: int | None, *, may_follow_sign
         message=message,
         user_line=_user_line(leave),
         may_follow_signal=may_follow_signal,
-        is_consequence=is_due_to_lost_peer(leave),
+        is_consequence=has_lost_peer or is_due_to_lost_peer(leave),
         time=time.time(),
     )
     _write_report(report_fd, {DEPARTURE: asdict(departure)})

@@ -109,6 +109,63 @@ def test_script_when_a_rank_cleans_up_after_its_error_then_it_is_named_and_not_t
     assert f"{told}\n  tidy.py:15 in <module>\n" in run.err
 
 
+FORGETS = """
+import time
+
+import torch
+import torch.distributed as dist
+
+dist.init_process_group("gloo")
+rank, error = dist.get_rank(), None
+try:
+    dist.all_reduce(torch.ones(1))
+    if rank == 1:
+        raise ValueError("on purpose")
+    dist.all_reduce(torch.ones(1))
+except Exception as caught:
+    error = str(caught)
+dist.destroy_process_group()
+time.sleep(0.5 * rank)
+{line}
+"""
+
+
+@pytest.mark.parametrize(
+    "line",
+    ["raise SystemExit('failed')", "raise OSError(error) if rank else KeyError('metrics')"],
+    ids=["exit", "raise"],
+)
+def test_script_when_a_rank_forgets_that_it_lost_another_then_it_is_not_blamed(line, prewarmed, tmp_path):
+    (tmp_path / "forgetful.py").write_text(FORGETS.format(line=line))
+    run = forked(prewarmed, tmp_path, "--nproc=2", "forgetful.py")
+    assert run.code == 1
+    assert "dure: rank 1 " in run.err
+    assert "rank 0 ended as a consequence" in run.err
+
+
+OVERCOMES = """
+import torch
+import torch.distributed as dist
+
+dist.init_process_group("gloo")
+dist.all_reduce(torch.ones(1))
+if dist.get_rank() == 0:
+    try:
+        dist.all_reduce(torch.ones(1))
+    except RuntimeError:
+        parameter = torch.nn.Parameter(torch.ones(1))
+        parameter.grad = torch.ones(1)
+        torch.optim.SGD([parameter], 0.1).step()
+    raise ValueError("on purpose")
+"""
+
+
+def test_script_when_a_rank_goes_on_without_another_then_its_own_error_is_no_consequence(prewarmed, tmp_path):
+    (tmp_path / "alone.py").write_text(OVERCOMES)
+    run = forked(prewarmed, tmp_path, "--nproc=2", "alone.py")
+    assert "dure: rank 0 failed after step 1: ValueError: on purpose" in run.err
+
+
 INTERRUPTS = """
 import os, signal, time
 

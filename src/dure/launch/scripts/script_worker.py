@@ -61,9 +61,10 @@ def main(job: ScriptJob, place: Place) -> int:
     _set_threads(place.threads)
     _meet(place)
     pid, heartbeats, marker = os.getpid(), _heartbeats(place), list[object]()
-    step = _count_steps(place.rank.rank, heartbeats)
+    losses = _watch_losses()
+    step = _count_steps(place.rank.rank, heartbeats, losses)
     try:
-        code = _run(job, place)
+        code = _run(job, place, losses)
     except BaseException as error:
         has_own_handlers = True
         try:
@@ -71,7 +72,7 @@ def main(job: ScriptJob, place: Place) -> int:
         except BaseException:  # from a handler of the script, for a signal that was just due
             _ignore_stop_signals()
         _kept.append(error)
-        code = _fail_once(error, place, step[0], may_be_signal=has_own_handlers)
+        code = _fail_once(error, place, step[0], may_be_signal=has_own_handlers, has_lost_peer=bool(losses))
     if os.getpid() == pid:  # a process forked by the script gets here as well
         _note_end(place.rank.rank, heartbeats, step[0])
     return _leave_in_order(code, marker)
@@ -138,8 +139,24 @@ def _heartbeats(place: Place) -> Heartbeats | None:
     return None if place.heartbeat_fd is None else Heartbeats(place.heartbeat_fd, place.rank.world_size)
 
 
-def _count_steps(rank: int, heartbeats: Heartbeats | None) -> list[int]:
-    """Make every optimiser step a heartbeat; return the live count of steps."""
+def _watch_losses() -> list[str]:
+    """Return a live list of the collectives' errors that reported a lost rank: the script may not tell them later."""
+    from dure.failures.report import is_due_to_lost_peer
+    from dure.torchcompat import watch_failed_calls
+
+    losses: list[str] = []
+
+    def notice(error: BaseException) -> None:
+        # an error that the script was handling came first
+        if error.__context__ is None and is_due_to_lost_peer(error):
+            losses.append(type(error).__name__)  # not the error, which would keep all that its frames hold
+
+    watch_failed_calls(notice)
+    return losses
+
+
+def _count_steps(rank: int, heartbeats: Heartbeats | None, losses: list[str]) -> list[int]:
+    """Make every optimiser step a heartbeat, and the proof that losses are overcome; return the live count of steps."""
     from torch.optim.optimizer import register_optimizer_step_post_hook
 
     from dure.torchcompat import SequenceNumber
@@ -152,6 +169,7 @@ def _count_steps(rank: int, heartbeats: Heartbeats | None) -> list[int]:
 
     def beat(*_: Any) -> None:
         count[0] += 1
+        losses.clear()
         heartbeats.beat(rank, count[0], sequence=sequence.now())
 
     register_optimizer_step_post_hook(beat)
@@ -165,7 +183,7 @@ def _note_end(rank: int, heartbeats: Heartbeats | None, step: int) -> None:
         heartbeats.beat(rank, step, "leaving", SequenceNumber().now())
 
 
-def _run(job: ScriptJob, place: Place) -> int:
+def _run(job: ScriptJob, place: Place, losses: list[str]) -> int:
     arguments = [*job.arguments]
     argument = job.local_rank_argument
     flag = _LOCAL_RANK_FLAGS.get(argument)
@@ -183,7 +201,7 @@ def _run(job: ScriptJob, place: Place) -> int:
         from dure.failures.report import leave_departure
 
         _kept.append(leave)
-        leave_departure(leave, place.report_fd, may_follow_signal=_has_own_handlers())
+        leave_departure(leave, place.report_fd, may_follow_signal=_has_own_handlers(), has_lost_peer=bool(losses))
         return exit_code_of(leave)
     return 0
 
@@ -220,11 +238,11 @@ def local_rank_flag(script: Path) -> str | None:
     return None
 
 
-def _fail_once(error: BaseException, place: Place, step: int, *, may_be_signal: bool) -> int:
+def _fail_once(error: BaseException, place: Place, step: int, *, may_be_signal: bool, has_lost_peer: bool) -> int:
     from dure.failures.report import report_undisturbed
 
     def report() -> int:
-        return _fail(error, place, step, may_be_signal=may_be_signal)
+        return _fail(error, place, step, may_be_signal=may_be_signal, has_lost_peer=has_lost_peer)
 
     try:
         return report_undisturbed(report)
@@ -232,7 +250,7 @@ def _fail_once(error: BaseException, place: Place, step: int, *, may_be_signal: 
         return report_undisturbed(report)
 
 
-def _fail(error: BaseException, place: Place, step: int, *, may_be_signal: bool) -> int:
+def _fail(error: BaseException, place: Place, step: int, *, may_be_signal: bool, has_lost_peer: bool) -> int:
     """Print the traceback as Python would, and write a report for the verdict over all ranks."""
     from dure.failures.report import describe_failure, is_interrupted, write_failure_report
 
@@ -254,7 +272,8 @@ def _fail(error: BaseException, place: Place, step: int, *, may_be_signal: bool)
 
     def describe(ask_driver: "AskDriver | None") -> "FailureRecord":
         failure = describe_failure(error, place.rank.rank, step, ask_driver=ask_driver)
-        return replace(failure, user_traceback=None, collective=collective)
+        is_consequence = failure.is_consequence or has_lost_peer
+        return replace(failure, user_traceback=None, collective=collective, is_consequence=is_consequence)
 
     write_failure_report(describe, place.report_fd)
     return code

@@ -109,6 +109,16 @@ def test_script_when_a_rank_cleans_up_after_its_error_then_it_is_named_and_not_t
     assert f"{told}\n  tidy.py:15 in <module>\n" in run.err
 
 
+def test_script_when_a_rank_that_is_started_again_cleans_up_then_the_others_loss_is_no_cause(prewarmed, tmp_path):
+    (tmp_path / "tidy.py").write_text(CLEANS_UP)
+    (tmp_path / "quick.py").write_text(CLEANS_UP.replace("60", "0.5"))
+    run = forked(prewarmed, tmp_path, "--nproc=2", "--max-restarts=1", "tidy.py")
+    assert run.err.count("dure: rank 1 was still handling ValueError: on purpose") == 2
+    run = forked(prewarmed, tmp_path, "--nproc=2", "--max-restarts=1", "quick.py")
+    assert run.err.count("dure: rank 1 failed: ValueError: on purpose") == 2
+    assert "dure: rank 0" not in run.err
+
+
 FORGETS = """
 import time
 

@@ -68,13 +68,21 @@ def run_round(
         if store.listener is not None:
             store.listener.close()
         hang = _wait(launch, workers, memory, received)
-        if not launch.restarts.most and not received:
+        if _is_cause_worth_waiting_for(launch) and not received:
             _look_for_the_cause(workers, memory)
         kill_all(workers)
     if received or any(worker.end is not None and worker.end.exit_code != 0 for worker in workers):
         # processes left by a script that ended normally are its own concern
         end_leftovers({worker.mark for worker in workers}, min(worker.started_at for worker in workers))
     return hang
+
+
+def _is_cause_worth_waiting_for(launch: Launch) -> bool:
+    """Return whether ranks may take long from an error to its report, as scripts that clean up: a task's ranks do not.
+
+    Without restarts nothing is lost by waiting.
+    """
+    return launch.restarts.after_any or not launch.restarts.most
 
 
 def _look_for_the_cause(workers: list[Worker], memory: SurvivingMemory) -> None:
@@ -324,7 +332,7 @@ def ending_of(ends: list[WorkerEnd]) -> str | None:
 def _grace(ending: str | None, launch: Launch, ends: Sequence[WorkerEnd] = ()) -> float | None:
     """Return the grace time of the other ranks in seconds; None for no limit."""
     if ending == "failed":
-        if not launch.restarts.most:
+        if not launch.restarts.most or (launch.restarts.after_any and is_cause_missing([*ends])):
             return _FAILURE_GRACE_SECONDS
         was_killed = any(end.failure is None and end.exit_code < 0 and end.exit_code not in STOP_ENDS for end in ends)
         return 0.0 if was_killed else _RESTART_GRACE_SECONDS

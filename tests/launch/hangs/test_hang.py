@@ -89,6 +89,13 @@ def test_rank_when_its_threads_keep_it_then_their_line_and_its_own_failure_are_t
     assert f"{words} for its threads to end at /home/me/train.py:44 in beat, and rank 0 waits" in text
 
 
+def test_rank_when_it_handles_an_error_of_its_own_then_that_is_told():
+    error = "ValueError: no data (train.py:9)"
+    finally_waits = rank(1, call("barrier", line=11), handled=error)
+    assert f"\n    rank 1 is handling {error}" in blamed(rank(0, call()), finally_waits)[1]
+    assert "is handling" not in blamed(rank(0, call(), handled=error), finally_waits)[1]
+
+
 def test_ranks_when_in_different_calls_then_both_lines_are_named():
     culprits, text = blamed(rank(0, call("broadcast", line=10)), rank(1, call("all_reduce", line=11)))
     assert culprits == (0, 1)

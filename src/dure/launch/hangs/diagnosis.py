@@ -123,6 +123,8 @@ def explain(states: Sequence[RankState], silent_seconds: float) -> HangVerdict:
     has_steps = any(state.step > 0 for state in states) or all(state.calls <= 0 for state in states)
     kind = "step" if has_steps else "call of a process group"
     lines = [f"no {kind} has finished for {silent_seconds:.1f} s: {blame.reason}"]
+    # where all handle the same, as in a program that runs in an `except`, it explains no difference
+    own = {state.rank: state.handled for state in states} if len({state.handled for state in states}) > 1 else {}
     is_one_mute = any(_is_mute(state) for state in states)
     for group in _alike(places):
         first = group[0]
@@ -131,6 +133,11 @@ def explain(states: Sequence[RankState], silent_seconds: float) -> HangVerdict:
         text = _source(first.line)
         if text:
             lines.append(f"    {text}")
+        lines += [
+            f"    rank {place.state.rank} is handling {error}"
+            for place in group
+            if (error := own.get(place.state.rank))
+        ]
     return HangVerdict(
         text="\n".join(lines),
         culprits=tuple(blame.culprits),

@@ -77,6 +77,7 @@ def _state_fields(worker: Worker, answer: Mapping[str, Any] | None, stacks: Thre
         "called": answer["called"],
         "groups": answer["groups"],
         "calls": answer["calls"],
+        "handled": answer["handled"],
     }
 
 

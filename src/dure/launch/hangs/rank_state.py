@@ -67,6 +67,8 @@ class RankState:
     """Exit code of a rank that has ended; None while it runs."""
     failure: str | None = None
     """Failure that a rank which still runs has reported, in brief."""
+    handled: str | None = None
+    """Exception that its main thread is handling, as in a `finally`; None if there is none, or a lost rank's."""
     is_stopped: bool = False
     """True if the system keeps the rank from running: SIGSTOP, Ctrl-Z or a debugger."""
     has_closed_socket: bool = False

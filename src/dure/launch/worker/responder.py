@@ -102,6 +102,7 @@ def _own_state(main: int) -> dict[str, Any]:
         "main": list(_frames(innermost.get(main))),
         "others": [list(_frames(frame)) for ident, frame in innermost.items() if ident != main],
         "calls": _calls_made(),
+        "handled": _handled(main),
         "collectives": [],
         "call": None,
         "called": None,

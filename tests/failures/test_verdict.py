@@ -44,6 +44,10 @@ CAUSES = {
         [end(0, 1, 9.0, message="bad"), end(1, KILLED, 2.0, is_tolerated=True)],
         "rank 0 failed",
     ),
+    "the rank that waited in vain, and not the one that lost it then": (
+        [end(0, 1, 1.0, **LOST), end(1, 1, 2.0, **LATE)],
+        "rank 1 failed",
+    ),
     "a rank that hung": ([end(0, 1, 1.0, **LATE), end(1, KILLED, 2.0, was_stopped=True)], "rank 1 did not answer"),
     "not a rank for which the other did not wait": (
         [end(0, 1, 1.0, **LOST), end(1, KILLED, 2.0, was_stopped=True)],

@@ -190,7 +190,7 @@ def leave_departure(
         may_follow_signal: True if a handler of the script may have called it.
         has_lost_peer: True if a collective of the script has reported the loss of another rank before.
     """
-    may_follow_signal = may_follow_signal or any(isinstance(error, KeyboardInterrupt) for error in _contexts(leave))
+    may_follow_signal = may_follow_signal or any(isinstance(error, KeyboardInterrupt) for error in contexts(leave))
     message = None if leave.code is None or isinstance(leave.code, int) else _shortened(str(leave.code))
     departure = Departure(
         message=message,
@@ -202,7 +202,21 @@ def leave_departure(
     _write_report(report_fd, {DEPARTURE: asdict(departure)})
 
 
-def _contexts(error: BaseException) -> list[BaseException]:
+def leave_loss(error: BaseException, report_fd: int | None) -> None:
+    """Record that a script has lost another rank, because it may exit without a report (`os._exit`)."""
+    line = _user_line(error)
+    loss = Departure(message=None, user_line=line, may_follow_signal=True, is_consequence=True, time=time.time())
+    _write_report(report_fd, {DEPARTURE: asdict(loss)})
+
+
+def withdraw_report(report_fd: int | None) -> None:
+    """Remove what this process has reported to the supervisor: the script has overcome it."""
+    descriptor = None if report_fd is None else usable(report_fd)
+    if descriptor is not None:
+        os.ftruncate(descriptor, 0)
+
+
+def contexts(error: BaseException) -> list[BaseException]:
     """Return the exceptions that were being handled when an exception was raised, the last first."""
     chain: list[BaseException] = []
     before = error.__context__

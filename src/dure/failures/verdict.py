@@ -169,7 +169,14 @@ def _first_cause(ends: list[WorkerEnd], failures: Mapping[int, FailureRecord | N
     first = min(failed, key=order)
     if not _is_consequence(first, failures[first.rank]):
         return first
-    return next((end for end in ends if end.is_tolerated), None) or _unsaid_cause(ends, failed) or first
+    # a connection is closed by a rank that has left, but a timeout needs no one who has: it comes first
+    timed_out = [end for end in failed if not end.was_stopped and _has_timed_out(failures[end.rank])]
+    tolerated = next((end for end in ends if end.is_tolerated), None)
+    return tolerated or _unsaid_cause(ends, failed) or min(timed_out, key=order, default=first)
+
+
+def _has_timed_out(failure: FailureRecord | None) -> bool:
+    return failure is not None and _TIMEOUT.search(failure.message) is not None
 
 
 def is_cause_missing(ends: list[WorkerEnd]) -> bool:
@@ -192,7 +199,7 @@ def stop_signal(ends: list[WorkerEnd]) -> int | None:
 def _unsaid_cause(ends: list[WorkerEnd], failed: list[WorkerEnd]) -> WorkerEnd | None:
     """Find the rank that the others lost, if they only report lost peers: one that exited with 0, or one that hung."""
     left = [end for end in ends if end.exit_code == 0 and not _is_consequence(end, end.failure)]
-    has_waited = any(end.failure is not None and _TIMEOUT.search(end.failure.message) for end in failed)
+    has_waited = any(_has_timed_out(end.failure) for end in failed)
     # without a timeout the others did not wait for it: it was ended because they failed, unless it had an error first
     hung = [end for end in failed if end.was_stopped and end.failure is None and (has_waited or end.handled)]
     hung.sort(key=lambda end: end.handled is None)

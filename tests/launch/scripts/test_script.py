@@ -120,6 +120,7 @@ def test_script_when_a_rank_that_is_started_again_cleans_up_then_the_others_loss
 
 
 FORGETS = """
+import os
 import time
 
 import torch
@@ -128,28 +129,33 @@ import torch.distributed as dist
 dist.init_process_group("gloo")
 rank, error = dist.get_rank(), None
 try:
-    dist.all_reduce(torch.ones(1))
-    if rank == 1:
-        raise ValueError("on purpose")
-    dist.all_reduce(torch.ones(1))
-except Exception as caught:
-    error = str(caught)
+    torch.load("state.pt")
+except FileNotFoundError:
+    try:
+        dist.all_reduce(torch.ones(1))
+        if rank == 1:
+            raise ValueError("on purpose")
+        dist.all_reduce(torch.ones(1))
+    except Exception as caught:
+        error = str(caught)
 dist.destroy_process_group()
 time.sleep(0.5 * rank)
+if rank:
+    raise OSError(error)
 {line}
 """
 
 
 @pytest.mark.parametrize(
     "line",
-    ["raise SystemExit('failed')", "raise OSError(error) if rank else KeyError('metrics')"],
-    ids=["exit", "raise"],
+    ["raise SystemExit('failed')", "raise KeyError('metrics')", "os._exit(1)"],
+    ids=["exit", "raise", "os._exit"],
 )
 def test_script_when_a_rank_forgets_that_it_lost_another_then_it_is_not_blamed(line, prewarmed, tmp_path):
     (tmp_path / "forgetful.py").write_text(FORGETS.format(line=line))
     run = forked(prewarmed, tmp_path, "--nproc=2", "forgetful.py")
     assert run.code == 1
-    assert "dure: rank 1 " in run.err
+    assert "dure: rank 1 failed: OSError: on purpose" in run.err
     assert "rank 0 ended as a consequence" in run.err
 
 

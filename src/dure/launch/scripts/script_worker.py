@@ -61,7 +61,8 @@ def main(job: ScriptJob, place: Place) -> int:
     _set_threads(place.threads)
     _meet(place)
     pid, heartbeats, marker = os.getpid(), _heartbeats(place), list[object]()
-    losses = _watch_losses()
+    losses = _Losses(place.report_fd)
+    _watch_collectives(losses)
     step = _count_steps(place.rank.rank, heartbeats, losses)
     try:
         code = _run(job, place, losses)
@@ -72,7 +73,7 @@ def main(job: ScriptJob, place: Place) -> int:
         except BaseException:  # from a handler of the script, for a signal that was just due
             _ignore_stop_signals()
         _kept.append(error)
-        code = _fail_once(error, place, step[0], may_be_signal=has_own_handlers, has_lost_peer=bool(losses))
+        code = _fail_once(error, place, step[0], may_be_signal=has_own_handlers, has_lost_peer=losses.explain(error))
     if os.getpid() == pid:  # a process forked by the script gets here as well
         _note_end(place.rank.rank, heartbeats, step[0])
     return _leave_in_order(code, marker)
@@ -139,23 +140,43 @@ def _heartbeats(place: Place) -> Heartbeats | None:
     return None if place.heartbeat_fd is None else Heartbeats(place.heartbeat_fd, place.rank.world_size)
 
 
-def _watch_losses() -> list[str]:
-    """Return a live list of the collectives' errors that reported a lost rank: the script may not tell them later."""
-    from dure.failures.report import is_due_to_lost_peer
+class _Losses:
+    """Losses of other ranks that collectives of the script have reported, which it may not tell when it fails later."""
+
+    def __init__(self, report_fd: int | None) -> None:
+        self._report_fd = report_fd
+        self._pid = os.getpid()
+        self._before: list[set[int]] = []
+        """Identities of the errors that were being handled at each loss. They came first, and are no consequence."""
+
+    def note(self, error: BaseException) -> None:
+        """Note an error of a collective if it reports a lost rank."""
+        from dure.failures.report import contexts, is_due_to_lost_peer, leave_loss
+
+        if os.getpid() == self._pid and is_due_to_lost_peer(error):
+            self._before.append({id(one) for one in contexts(error)})
+            leave_loss(error, self._report_fd)
+
+    def overcome(self) -> None:
+        """Forget the losses: the script goes on in spite of them."""
+        if self._before and os.getpid() == self._pid:
+            from dure.failures.report import withdraw_report
+
+            self._before.clear()
+            withdraw_report(self._report_fd)
+
+    def explain(self, error: BaseException) -> bool:
+        """Return whether an error may be a consequence of a loss."""
+        return any(id(error) not in before for before in self._before)
+
+
+def _watch_collectives(losses: _Losses) -> None:
     from dure.torchcompat import watch_failed_calls
 
-    losses: list[str] = []
-
-    def notice(error: BaseException) -> None:
-        # an error that the script was handling came first
-        if error.__context__ is None and is_due_to_lost_peer(error):
-            losses.append(type(error).__name__)  # not the error, which would keep all that its frames hold
-
-    watch_failed_calls(notice)
-    return losses
+    watch_failed_calls(losses.note)
 
 
-def _count_steps(rank: int, heartbeats: Heartbeats | None, losses: list[str]) -> list[int]:
+def _count_steps(rank: int, heartbeats: Heartbeats | None, losses: _Losses) -> list[int]:
     """Make every optimiser step a heartbeat, and the proof that losses are overcome; return the live count of steps."""
     from torch.optim.optimizer import register_optimizer_step_post_hook
 
@@ -169,7 +190,7 @@ def _count_steps(rank: int, heartbeats: Heartbeats | None, losses: list[str]) ->
 
     def beat(*_: Any) -> None:
         count[0] += 1
-        losses.clear()
+        losses.overcome()
         heartbeats.beat(rank, count[0], sequence=sequence.now())
 
     register_optimizer_step_post_hook(beat)
@@ -183,7 +204,7 @@ def _note_end(rank: int, heartbeats: Heartbeats | None, step: int) -> None:
         heartbeats.beat(rank, step, "leaving", SequenceNumber().now())
 
 
-def _run(job: ScriptJob, place: Place, losses: list[str]) -> int:
+def _run(job: ScriptJob, place: Place, losses: _Losses) -> int:
     arguments = [*job.arguments]
     argument = job.local_rank_argument
     flag = _LOCAL_RANK_FLAGS.get(argument)
@@ -201,7 +222,9 @@ def _run(job: ScriptJob, place: Place, losses: list[str]) -> int:
         from dure.failures.report import leave_departure
 
         _kept.append(leave)
-        leave_departure(leave, place.report_fd, may_follow_signal=_has_own_handlers(), has_lost_peer=bool(losses))
+        leave_departure(
+            leave, place.report_fd, may_follow_signal=_has_own_handlers(), has_lost_peer=losses.explain(leave)
+        )
         return exit_code_of(leave)
     return 0
 

@@ -190,6 +190,20 @@ def test_verdict_when_a_script_left_by_sys_exit_because_it_lost_a_rank_then_that
     assert judge(tmp_path, [followed, left], is_script=True).text.startswith("rank 1 ended with exit code 1")
 
 
+def test_verdict_when_another_rank_failed_by_itself_then_that_is_no_consequence(tmp_path):
+    text = judge(tmp_path, [end(0, 1, 2.0, message="late"), end(1, 1, 1.0, message="early"), end(2, 1, **LOST)]).text
+    assert "\n  and rank 0 failed: ValueError: late" in text
+    assert "\n  rank 2 ended as a consequence" in text
+
+
+def test_verdict_when_all_scripts_left_alike_then_none_is_a_consequence(tmp_path):
+    departure = Departure(message=None, user_line=LINE, time=1.0)
+    ends = [replace(end(rank, 2, 1.0), departure=departure) for rank in (0, 1)]
+    assert "consequence" not in judge(tmp_path, ends, is_script=True).text
+    ends[0] = replace(ends[0], departure=replace(departure, message="no data"))
+    assert "\n  and rank 1 ended with exit code 2 (" in judge(tmp_path, ends, is_script=True).text
+
+
 def test_verdict_when_scripts_left_by_sys_exit_then_the_first_call_counts_and_not_the_first_end(tmp_path):
     second, first = (
         replace(end(rank, 1, noticed), departure=Departure(message=None, user_line=None, time=called))

@@ -3,7 +3,7 @@
 import re
 import signal
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from dure.failures.frames import Frame, users_frame
@@ -33,6 +33,8 @@ STOP_ENDS: Mapping[int, int] = {
 }
 """Signal that requested a stop, by the exit code of a rank that followed it."""
 
+_MOST_OTHERS = 4
+"""Maximum of ranks that are told in addition to the first for failures of their own."""
 _MOST_MESSAGE_LINES, _MOST_TRACEBACK_LINES, _MOST_COLUMNS = 20, 100, 500
 """Maximum of shown lines of an exception's message and of its traceback, and of characters of each line."""
 
@@ -127,8 +129,14 @@ def judge(
     )
     others = [end for end in failed if end is not first]
     lines = [headline, *(_waits(first, others, failures) if failure is None else ())]
-    same = [e for e in others if (f := failures[e.rank]) and failure and f.message == failure.message]
-    followed = [e for e in others if e not in same]
+    same = [end for end in others if _is_same(end, failures[end.rank], first, failure)]
+    is_found_by_all = failure is not None and failure.is_ours  # each rank may word it in its own way
+    own = [e for e in others if e not in same and not is_found_by_all and _has_own_cause(e, failures[e.rank])]
+    lines += [
+        f"  and {in_brief(replace(end, failure=failures[end.rank]), len(ends))}"
+        for end in sorted(own, key=lambda end: end.rank)[:_MOST_OTHERS]
+    ]
+    followed = [end for end in others if end not in same and end not in own]
     if len(ends) > 1 and followed and not (failure and failure.is_misuse):
         ranks = ", ".join(str(end.rank) for end in sorted(followed, key=lambda end: end.rank))
         lines.append(f"  rank {ranks} ended as a consequence; see logs/ in {run}")
@@ -136,6 +144,23 @@ def judge(
     if is_script and failure is None and first.exit_code > 0:
         code = first.exit_code  # the script chose that exit code for its user
     return Verdict(text="\n".join(lines), exit_code=code, first=failure)
+
+
+def _is_same(end: WorkerEnd, failure: FailureRecord | None, first: WorkerEnd, cause: FailureRecord | None) -> bool:
+    """Return whether a rank ended as the first did: all have the same wrong argument, for example."""
+    if failure is not None and cause is not None:
+        return failure.message == cause.message
+    if failure is not None or cause is not None or end.departure is None or first.departure is None:
+        return False
+    how, of_first = (
+        (one.exit_code, one.departure and (one.departure.message, one.departure.user_line)) for one in (end, first)
+    )
+    return how == of_first and not end.departure.is_consequence
+
+
+def _has_own_cause(end: WorkerEnd, failure: FailureRecord | None) -> bool:
+    """Return whether a rank reported a failure of its own; what it does not report may follow from another's."""
+    return (failure is not None or end.departure is not None) and not _is_consequence(end, failure)
 
 
 def first_failure(ends: list[WorkerEnd]) -> WorkerEnd | None:

@@ -215,7 +215,8 @@ class _FailedCalls(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
         error = sys.exception()
         if error is not None:
-            self._notice(error)
+            with suppress(Exception):  # it would take the place of the collective's
+                self._notice(error)
 
 
 def watch_failed_calls(notice: Callable[[BaseException], None]) -> None:

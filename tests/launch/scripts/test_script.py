@@ -159,6 +159,35 @@ def test_script_when_a_rank_forgets_that_it_lost_another_then_it_is_not_blamed(l
     assert "rank 0 ended as a consequence" in run.err
 
 
+GOES_ON = """
+import threading, time
+
+import torch
+import torch.distributed as dist
+
+dist.init_process_group("gloo")
+dist.all_reduce(torch.ones(1))
+if dist.get_rank() == 0:
+    time.sleep(1)
+    dist.destroy_process_group()
+    time.sleep(60)
+
+
+def step():
+    dist.all_reduce(torch.ones(1))
+
+
+threading.Thread(target=step).start()
+raise ValueError("on purpose")
+"""
+
+
+def test_script_when_a_thread_loses_a_rank_after_the_script_failed_then_the_failure_is_told(prewarmed, tmp_path):
+    (tmp_path / "threads.py").write_text(GOES_ON)
+    run = forked(prewarmed, tmp_path, "--nproc=2", "threads.py")
+    assert "dure: rank 1 failed: ValueError: on purpose" in run.err
+
+
 OVERCOMES = """
 import torch
 import torch.distributed as dist

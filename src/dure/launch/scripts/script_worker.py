@@ -148,25 +148,30 @@ class _Losses:
         self._pid = os.getpid()
         self._before: list[set[int]] = []
         """Identities of the errors that were being handled at each loss. They came first, and are no consequence."""
+        self._is_over = False
 
     def note(self, error: BaseException) -> None:
         """Note an error of a collective if it reports a lost rank."""
         from dure.failures.report import contexts, is_due_to_lost_peer, leave_loss
 
-        if os.getpid() == self._pid and is_due_to_lost_peer(error):
+        if os.getpid() == self._pid and not self._is_over and is_due_to_lost_peer(error):
             self._before.append({id(one) for one in contexts(error)})
             leave_loss(error, self._report_fd)
 
     def overcome(self) -> None:
         """Forget the losses: the script goes on in spite of them."""
-        if self._before and os.getpid() == self._pid:
+        if self._before and os.getpid() == self._pid and not self._is_over:
             from dure.failures.report import withdraw_report
 
             self._before.clear()
             withdraw_report(self._report_fd)
 
     def explain(self, error: BaseException) -> bool:
-        """Return whether an error may be a consequence of a loss."""
+        """Return whether an error with which the script ends may be a consequence of a loss.
+
+        Threads that go on change no report from now on.
+        """
+        self._is_over = True
         return any(id(error) not in before for before in self._before)
 
 

@@ -227,6 +227,32 @@ def test_sums_over_the_ranks_that_are_changed_in_place_are_exact(dim):
     assert_all_exact([(change_sum(change), lambda: mean_square) for change in CHANGED_SUMS])
 
 
+class Averaging(Pair):
+    """Replaces a buffer in each forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("average", torch.zeros(()))
+
+    def between(self, hidden: Tensor) -> Tensor:
+        self.average = 0.9 * self.average + hidden.detach().mean()
+        return hidden * self.average
+
+
+def test_buffers_that_a_model_replaces_by_divided_values_are_whole_between_steps():
+    def work(group: ProcessGroup) -> list[type]:
+        strategy = prepared("tensor_parallel", group, Averaging())
+        kinds = []
+        for _ in range(2):
+            backward(strategy, torch.ones(2, LENGTH, WIDTH))
+            kinds.append(type(strategy.model.average))
+        strategy.close()
+        return kinds
+
+    assert on_ranks(2, work) == [[Tensor, Tensor]] * 2
+    assert_all_exact([(Averaging, lambda: mean_square)])
+
+
 class Empty(Pair):
     """Layers that get no tokens."""
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.experimental import implicit_replication
 from torch.distributed.tensor.parallel import parallelize_module
 
@@ -63,6 +64,7 @@ class TensorDivision:
         self.values = DividedValues()
         self._group, self._device = group, device
         self._is_dividing = False
+        self._modules: list[nn.Module] = []
         self._resources = ExitStack()
         self._drifting: list[list[nn.Parameter]] = []
         self._draws_before: DeferredRead | None = None
@@ -82,6 +84,7 @@ class TensorDivision:
         torch.backends.mha.set_fastpath_enabled(False)
         self._resources.callback(torch.backends.mha.set_fastpath_enabled, had_fast_path)
         self._divide_layers(model)
+        self._modules = list(model.modules())
         model.forward = Intercepted(model.forward, self._forward, in_copies=True)
 
     def _divide_layers(self, model: nn.Module) -> None:
@@ -128,6 +131,7 @@ class TensorDivision:
         try:
             with without_compilation(), self.values, counted_by(self.traffic):
                 yield
+                self._gather_buffers()
         except (RuntimeError, NotImplementedError) as error:
             if not has_no_rule(error):
                 raise
@@ -138,6 +142,13 @@ class TensorDivision:
             ) from error
         finally:
             self._is_dividing = False
+
+    def _gather_buffers(self) -> None:
+        """Make buffers whole that the model replaced by divided values: what reads and saves them knows no others."""
+        for module in self._modules:
+            for name, buffer in module.named_buffers(recurse=False):
+                if isinstance(buffer, DTensor):
+                    setattr(module, name, released(buffer))
 
     @contextmanager
     def differentiating(self) -> Iterator[None]:

@@ -1207,6 +1207,11 @@ def modes_in_backward() -> Iterator[None]:
         torch.autograd.has_torch_function = own
 
 
+def has_saved_tensors_hooks() -> bool:
+    """Return whether hooks get what autograd saves now, as those of an activation checkpoint (private in torch)."""
+    return torch._C._autograd._top_saved_tensors_default_hooks(False) is not None
+
+
 def is_below_autograd() -> bool:
     """Return whether a call comes from within torch's dispatch, where no gradient is recorded (private in torch)."""
     return torch._C._dispatch_tls_is_dispatch_key_excluded(torch._C.DispatchKey.AutogradFunctionality)

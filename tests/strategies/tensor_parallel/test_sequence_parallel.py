@@ -12,6 +12,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+from torch.utils.checkpoint import checkpoint
 
 from dure.comm.groups import ProcessGroup
 from dure.errors import DureError, TaskInvalid
@@ -199,6 +200,30 @@ def test_ranks_keep_a_part_of_what_lies_between_layers(is_sequence_parallel: boo
     # twice as large as a whole one of the others
     between = 3 * whole // (2 if is_sequence_parallel else 1)
     assert on_ranks(2, work) == [2 * 2 * whole + between] * 2
+
+
+class Checkpointed(Mixing):
+    def forward(self, x: Tensor) -> Tensor:
+        return checkpoint(super().forward, x, use_reentrant=False)  # type: ignore[no-any-return]
+
+
+def test_checkpoints_keep_a_part_of_their_input_alone() -> None:
+    whole = 4 * 64 * 16 * 4
+
+    def work(group: ProcessGroup) -> int:
+        model = nn.Sequential(*(Checkpointed(16) for _ in range(3)))
+        strategy = prepared("tensor_parallel", group, model, plan=PLAN, sequence_parallel=True)
+        x = torch.ones(4, 64, 16, requires_grad=True)
+        with strategy.division.dividing(), Kept() as kept:
+            output = strategy.model[1](strategy.model[0](x))
+            before = kept.num_bytes(whole // 2)
+            output = strategy.model[2](output)
+        added = kept.num_bytes(whole // 2) - before
+        del output
+        strategy.close()
+        return added
+
+    assert on_ranks(2, work) == [whole // 2] * 2
 
 
 @pytest.mark.parametrize("num_tokens", [64, 63])

@@ -56,7 +56,9 @@ class WholeInput:
         if isinstance(value, DTensor):
             part = _in_autocast(value)
             whole = redistributed(part, Replicate())
-            self._saved = SavedPart(part, whole).saving if whole is not part else nullcontext
+            # a checkpoint saves nothing of it: inner hooks would keep the part from before until backward
+            is_saved = whole is not part and not torchcompat.has_saved_tensors_hooks()
+            self._saved = SavedPart(part, whole).saving if is_saved else nullcontext
         else:
             whole, self._saved = from_local(value, self._mesh, Replicate()), nullcontext
         self._seen = (ref(value), state, whole)

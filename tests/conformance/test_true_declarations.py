@@ -253,7 +253,13 @@ CASES.remove((FlagOfSchedule, "pipeline"))  # refused, as the next one
 CASES.remove((FollowingTeacher, "pipeline"))  # refused: the teacher follows weights of which a stage has a part
 
 
-@pytest.mark.parametrize(("task", "strategy"), CASES)
+def _marked() -> list[Any]:
+    """Return the cases; each task is among the fast tests under its first strategy."""
+    first = {task: name for task, name in reversed(CASES)}
+    return [pytest.param(*case, marks=[] if first[case[0]] == case[1] else pytest.mark.slow) for case in CASES]
+
+
+@pytest.mark.parametrize(("task", "strategy"), _marked())
 def test_task_when_it_is_exact_then_nothing_is_declared(task: type[ZooTask], strategy: str, tmp_path: Path) -> None:
     feature = Feature(name=task.__name__, group="", title="", task=task, settings={"eval_every_epochs": 1.0})
     reference = reference_of(feature, tmp_path)

@@ -21,7 +21,7 @@ from dure.process.heartbeat import Heartbeats
 
 ANSWER = {
     "main": [["/home/me/train.py", 33, "train"]], "others": [], "collectives": [], "call": None, "called": None,
-    "groups": {}, "calls": 3,
+    "groups": {}, "calls": 3, "handled": None,
 }  # fmt: skip
 
 

@@ -255,7 +255,7 @@ CASES.remove((FollowingTeacher, "pipeline"))  # refused: the teacher follows wei
 
 def _marked() -> list[Any]:
     """Return the cases; each task is among the fast tests under its first strategy."""
-    first = {task: name for task, name in reversed(CASES)}
+    first = dict(reversed(CASES))
     return [pytest.param(*case, marks=[] if first[case[0]] == case[1] else pytest.mark.slow) for case in CASES]
 
 

@@ -24,7 +24,7 @@ from tests.conformance.tasks import Regression
 from tests.conformance.test_resume import SETTINGS, back_to, resumed
 from tests.conformance.zoo.feature import STEPS as ZOO_STEPS
 from tests.conformance.zoo.feature import ZooTask
-from tests.strategies.sharded.sharded_cases import SentBytes, backward, held_bytes, prepared
+from tests.strategies.sharded.sharded_cases import SentBytes, backward, held_bytes, mean_square, prepared
 
 STEPS = {"global_batch_size": 7, "samples": 130, "clip_norm": 0.05, "seed": 5}
 MESH = {"mesh": "pipeline=2,tensor=2"}
@@ -188,17 +188,33 @@ class Dropping(nn.Module):
         return checkpoint(self._computed, x, use_reentrant=self.use_reentrant)
 
 
-@pytest.mark.parametrize("use_reentrant", [False, True])
-def test_what_checkpoints_compute_again_is_what_they_computed(use_reentrant):
+def slope_first(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    """Use the gradient of the input, by a backward of the loss's own."""
+    x = x.clone().requires_grad_()
+    torch.manual_seed(2)
+    model(x).square().sum().backward(inputs=[x])
+    torch.manual_seed(3)
+    return model(x.detach() + 0.1 * x.grad.sign()).square().mean()
+
+
+@pytest.mark.parametrize(
+    ("use_reentrant", "strategy", "loss"),
+    [
+        (False, "pipeline", mean_square),
+        (True, "pipeline", mean_square),
+        (False, "tensor_parallel", slope_first),
+    ],
+)
+def test_what_checkpoints_compute_again_is_what_they_computed(use_reentrant, strategy, loss):
     def gradients(group: ProcessGroup, kind: bool | None) -> list[torch.Tensor]:
         blocks = [Dropping(), Dropping()]
         blocks[1].use_reentrant = kind
         batch = torch.ones(2, 8)
-        strategy = prepared("pipeline", group, nn.Sequential(*blocks), example=batch, mesh="tensor=2")
+        divided = prepared(strategy, group, nn.Sequential(*blocks), loss, example=batch, mesh="tensor=2")
         torch.manual_seed(1)
-        backward(strategy, batch)
-        strategy.close()
-        return [parameter.grad for parameter in strategy.trainable]
+        backward(divided, batch)
+        divided.close()
+        return [parameter.grad for parameter in divided.trainable]
 
     def work(group: ProcessGroup) -> bool:
         found, expected = gradients(group, use_reentrant), gradients(group, None)

@@ -4,6 +4,7 @@ The backward of DTensor's own `from_local` does not record the origin of the gra
 would lose them without an error. The backward of each function here is another function here.
 """
 
+import gc
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -42,8 +43,11 @@ def _copies_of(storage: Any) -> list[StorageWeakRef]:
 
 
 def has_copies(value: Any) -> bool:
-    """Return whether something still has a copy of a value or of its views."""
-    return bool(_copies_of(storage_of(value)))
+    """Return whether something still has a copy of a value or of its views, on all ranks alike."""
+    storage = storage_of(value)
+    if _copies_of(storage):
+        gc.collect()  # what only cycles still hold, such as frames of an error, goes at another time on each rank
+    return bool(_copies_of(storage))
 
 
 def is_copy(value: Any) -> bool:

@@ -89,6 +89,9 @@ class DividedValues(TorchFunctionMode):
     ) -> Any:
         """Handle one call."""
         kwargs = kwargs or {}
+        if func is Tensor.backward:
+            with self:  # torch has left the mode, and checkpoints and hooks would compute by other rules
+                return _backward(*args, **kwargs)
         divided = _first_divided((args, kwargs))
         name = getattr(func, "__name__", "")
         is_change = changes_first(func, kwargs)
@@ -139,6 +142,16 @@ class DividedValues(TorchFunctionMode):
         if name in MAY_VIEW:
             _mark_copies(found, func, args, kwargs)
         return found
+
+
+def _backward(
+    value: Tensor,
+    gradient: Tensor | None = None,
+    retain_graph: bool | None = None,
+    create_graph: bool = False,
+    inputs: Any = None,
+) -> None:
+    torch.autograd.backward(value, gradient, retain_graph, create_graph, inputs=inputs)
 
 
 @contextmanager

@@ -304,7 +304,7 @@ def _reports_peer(error: BaseException) -> bool:
 
 def _is_raised_between_ranks(error: BaseException) -> bool:
     """Return whether an exception passed through torch or dure: Python's own modules use sockets of other services."""
-    files = [frame.filename for frame in traceback.extract_tb(error.__traceback__)]
+    files = [frame.f_code.co_filename for frame, _ in traceback.walk_tb(error.__traceback__)]
     return any(file.startswith(OWN_ROOT) or is_of_engine(file) for file in files)
 
 

@@ -14,13 +14,20 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
-from dure.comm.groups import ProcessGroup
+from dure.comm.groups import Group, ProcessGroup, Solo
 from dure.errors import DureError, TaskInvalid
 from tests.comm.gloo_ranks import on_ranks
 from tests.conformance.cases import train_case
 from tests.conformance.zoo.feature import STEPS, ZooTask
 from tests.strategies.sharded.sharded_cases import SentBytes, backward, prepared
-from tests.strategies.tensor_parallel.tensor_cases import TO_ROUNDING, WIDTH, differences, mean_square
+from tests.strategies.tensor_parallel.tensor_cases import (
+    TO_ROUNDING,
+    WIDTH,
+    differences,
+    mean_square,
+    tokens,
+    trained_weights,
+)
 
 PLAN = "*.up=column,*.down=row"
 
@@ -138,6 +145,30 @@ def test_values_divided_along_the_sequence_give_the_weights_of_one_process(num_r
     cases.append((lambda: nn.Sequential(Mixing(dropout=0.0), Mixing(dropout=0.0)), penalised))
     found = differences(cases, num_ranks, sequence_parallel=True)
     assert all(isinstance(one, float) and one < TO_ROUNDING for one in found), found
+
+
+class ChangedLater(Mixing):
+    """Changes a value in place of which backward needs what it was."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        normed = self.norm(x)
+        hidden = self.up(normed)
+        normed.mul_(2.0)
+        return normed + self.down(functional.gelu(hidden))
+
+
+def test_value_that_backward_needs_when_it_is_changed_in_place_then_is_an_error_as_on_one_device() -> None:
+    def work(group: Group) -> str:
+        name = "single" if isinstance(group, Solo) else "tensor_parallel"
+        options = {} if isinstance(group, Solo) else {"sequence_parallel": True}
+        with pytest.raises((TaskInvalid, RuntimeError)) as raised:
+            trained_weights(
+                name, group, lambda: nn.Sequential(Mixing(), ChangedLater()), mean_square, tokens(4), **options
+            )
+        return str(raised.value)
+
+    assert "modified by an inplace operation" in work(Solo())
+    assert all("changes a value in place after a divided layer" in said for said in on_ranks(2, work))
 
 
 @pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")

@@ -14,6 +14,7 @@ from torch.nn import functional
 
 from dure import torchcompat
 from dure.comm.groups import Group
+from dure.errors import TaskInvalid
 from dure.strategies.state.module_replicas import Intercepted
 from dure.strategies.state.tensor_shard import version_of
 from dure.strategies.tensor_parallel.boundary import (
@@ -81,6 +82,7 @@ class SavedPart:
 
     def __init__(self, part: Any, whole: Any) -> None:
         self._part = part.detach()
+        self._version = version_of(part)
         self._whole = ref(whole)
         self._num_saved = 0
         self._again: Any = None
@@ -106,6 +108,11 @@ class SavedPart:
         if isinstance(saved, Tensor):
             return saved
         shape, is_divided = saved
+        if version_of(self._part) != self._version:
+            raise TaskInvalid(
+                "the model changes a value in place after a divided layer has computed with it, and backward needs it "
+                "as it was, which is an error on one device too: make a new value, as x = x * 2"
+            )
         with torch.no_grad():
             whole = self._again
             if whole is None:

@@ -146,6 +146,8 @@ class TensorDivision:
     def _gather_buffers(self) -> None:
         """Make buffers whole that the model replaced by divided values: what reads and saves them knows no others."""
         for module in self._modules:
+            if not module._buffers:  # nearly all, and this is done for each microbatch
+                continue
             for name, buffer in module.named_buffers(recurse=False):
                 if isinstance(buffer, DTensor):
                     setattr(module, name, released(buffer))

@@ -12,91 +12,14 @@ from dure.comm.groups import ProcessGroup
 from dure.errors import DureError
 from tests.comm.gloo_ranks import on_ranks
 from tests.conformance.cases import (
-    TO_ROUNDING,
-    are_same_bits,
-    evaluated_digests,
-    largest_difference,
-    losses_of,
     train_case,
-    weights_of,
 )
 from tests.conformance.tasks import Regression
-from tests.conformance.test_resume import SETTINGS, back_to, resumed
 from tests.conformance.zoo.feature import STEPS as ZOO_STEPS
 from tests.conformance.zoo.feature import ZooTask
 from tests.strategies.sharded.sharded_cases import SentBytes, backward, held_bytes, mean_square, prepared
 
-STEPS = {"global_batch_size": 7, "samples": 130, "clip_norm": 0.05, "seed": 5}
 MESH = {"mesh": "pipeline=2,tensor=2"}
-
-
-@pytest.mark.parametrize(
-    ("num_ranks", "settings"),
-    [
-        (4, MESH),
-        *(
-            pytest.param(*case, marks=pytest.mark.slow)
-            for case in [
-                (4, {"mesh": "tensor=2,pipeline=2", "schedule": "gpipe", "tensor_plan": "0=row,2=row,5=row,7=row"}),
-                (4, {**MESH, "schedule": "interleaved"}),
-                (4, {"mesh": "data=2,tensor=2"}),
-                (2, {"mesh": "tensor=2"}),
-                (6, {"mesh": "pipeline=2,tensor=3", "cuts": "1", "tensor_plan": "0=column,2=row,5=column,7=row"}),
-                (6, {"mesh": "pipeline=3,tensor=2"}),
-                (8, {"mesh": "data=2,pipeline=2,tensor=2"}),
-            ]
-        ),
-    ],
-    ids=repr,
-)
-def test_weights_under_any_mesh_equal_one_process(num_ranks, settings, trained, tmp_path):
-    digests = tmp_path / "digests"
-    digests.mkdir()
-    one = weights_of(trained(Regression(kind="tokens", layered=True), **STEPS))
-    task = Regression(kind="tokens", layered=True, digests=str(digests))
-    run = train_case(tmp_path, task, "pipeline", num_ranks, microbatch_size=1, **settings, **STEPS)
-    assert largest_difference(weights_of(run), one) < TO_ROUNDING
-    assert len(list(digests.iterdir())) == num_ranks
-    assert len(evaluated_digests(digests)) == 1
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("saved", "num_saved", "mesh", "elsewhere", "num_elsewhere", "other_mesh"),
-    [
-        ("pipeline", 4, "pipeline=2,tensor=2", "single", 1, None),
-        ("pipeline", 4, "pipeline=2,tensor=2", "fsdp", 3, None),
-        ("tensor_parallel", 2, None, "pipeline", 4, "pipeline=2,tensor=2"),
-        ("pipeline", 4, "data=2,pipeline=2", "pipeline", 4, "pipeline=2,tensor=2"),
-    ],
-)
-def test_resume_elsewhere_ends_with_the_same_weights(
-    saved, num_saved, mesh, elsewhere, num_elsewhere, other_mesh, trained, tmp_path
-):
-    task = Regression(kind="tokens", optimizer="adamw", layered=True)
-    whole = trained(task, saved, num_saved, mesh=mesh, **SETTINGS)
-    run = back_to(whole, 58, tmp_path)
-    resumed(run, strategy=elsewhere, nproc=num_elsewhere, mesh=other_mesh)
-    assert largest_difference(weights_of(run), weights_of(whole)) < TO_ROUNDING
-
-
-@pytest.mark.slow
-def test_resume_in_the_same_place_is_bit_equal_with_dropout(tmp_path):
-    task = Regression(dtype="float32", dropout=0.3, kind="tokens", optimizer="adamw", layered=True)
-    whole = train_case(tmp_path, task, "pipeline", 4, deterministic=True, **MESH, **SETTINGS)
-    run = resumed(back_to(whole, 58, tmp_path))
-    assert are_same_bits(weights_of(run), weights_of(whole))
-    assert losses_of(run) == losses_of(whole)
-
-
-@pytest.mark.slow
-def test_run_when_a_rank_is_killed_then_its_weights_are_those_of_one_process(trained, tmp_path):
-    task = Regression(kind="tokens", optimizer="adamw", layered=True)
-    faults = tmp_path / "faults.toml"
-    faults.write_text('[[fault]]\nrank = 3\nstep = 6\nkind = "kill"\n')
-    settings = {**MESH, "faults": faults, "max_restarts": 1, "snapshot_every": 1}
-    run = train_case(tmp_path, task, "pipeline", 4, **settings, **STEPS)
-    assert largest_difference(weights_of(run), weights_of(trained(task, **STEPS))) < TO_ROUNDING
 
 
 def four_layers() -> nn.Module:

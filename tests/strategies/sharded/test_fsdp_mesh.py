@@ -13,49 +13,17 @@ from dure.strategies.state.tensor_shard import Rectangle, TensorShard, own_shard
 from tests.comm.gloo_ranks import on_ranks
 from tests.conformance.cases import (
     TO_ROUNDING,
-    are_same_bits,
-    evaluated_digests,
     largest_difference,
-    losses_of,
     train_case,
     weights_of,
 )
 from tests.conformance.tasks import Regression
 from tests.conformance.test_failures import Branching
-from tests.conformance.test_resume import SETTINGS, back_to, resumed
 from tests.conformance.zoo.feature import STEPS as ZOO_STEPS
 from tests.conformance.zoo.feature import ZooTask
 from tests.strategies.sharded.sharded_cases import SentBytes, backward, held_bytes, prepared
 
 STEPS = {"global_batch_size": 7, "samples": 130, "clip_norm": 0.4, "seed": 5}
-
-
-@pytest.mark.parametrize(
-    ("num_ranks", "settings"),
-    [
-        (4, {"mesh": "shard=2,tensor=2"}),
-        *(
-            pytest.param(*case, marks=pytest.mark.slow)
-            for case in [
-                (4, {"mesh": "replica=2,tensor=2", "reshard_after_forward": False, "units": "2,5"}),
-                (4, {"mesh": "tensor=2,shard=2", "units": "*", "activation_checkpointing": True}),
-                (6, {"mesh": "shard=3,tensor=2", "units": "*", "prefetch": 2}),
-                (6, {"mesh": "shard=2,tensor=3", "tensor_plan": "0=row,2=row,5=row,7=row"}),
-                (6, {"mesh": "replica=3,shard=1,tensor=2", "backend": "gloo"}),
-                (2, {"mesh": "tensor=2"}),
-            ]
-        ),
-    ],
-    ids=repr,
-)
-def test_weights_under_any_mesh_equal_one_process(num_ranks, settings, trained, tmp_path):
-    digests = tmp_path / "digests"
-    digests.mkdir()
-    one = weights_of(trained(Regression(kind="tokens", optimizer="adamw", layered=True), **STEPS))
-    task = Regression(kind="tokens", optimizer="adamw", layered=True, digests=str(digests))
-    run = train_case(tmp_path, task, "fsdp", num_ranks, microbatch_size=1, **settings, **STEPS)
-    assert largest_difference(weights_of(run), one) < TO_ROUNDING
-    assert len(evaluated_digests(digests)) == 1
 
 
 @pytest.mark.slow
@@ -85,45 +53,6 @@ class Scaled(ZooTask):
 def test_scalars_have_the_gradient_of_each_sample_once(trained, tmp_path):
     run = train_case(tmp_path, Scaled(), "fsdp", 4, mesh="shard=2,tensor=2", **ZOO_STEPS)
     assert largest_difference(weights_of(run), weights_of(trained(Scaled(), **ZOO_STEPS))) < TO_ROUNDING
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("saved", "num_saved", "mesh", "elsewhere", "num_elsewhere", "other_mesh"),
-    [
-        ("fsdp", 4, "shard=2,tensor=2", "single", 1, None),
-        ("fsdp", 6, "shard=3,tensor=2", "tensor_parallel", 3, None),
-        ("fsdp", 3, None, "fsdp", 4, "shard=2,tensor=2"),
-        ("tensor_parallel", 2, None, "fsdp", 4, "shard=2,tensor=2"),
-    ],
-)
-def test_resume_elsewhere_ends_with_the_same_weights(
-    saved, num_saved, mesh, elsewhere, num_elsewhere, other_mesh, trained, tmp_path
-):
-    whole = trained(Regression(kind="tokens", optimizer="adamw"), saved, num_saved, mesh=mesh, **SETTINGS)
-    run = back_to(whole, 58, tmp_path)
-    resumed(run, strategy=elsewhere, nproc=num_elsewhere, mesh=other_mesh)
-    assert largest_difference(weights_of(run), weights_of(whole)) < TO_ROUNDING
-
-
-@pytest.mark.slow
-def test_resume_in_the_same_place_is_bit_equal_with_dropout(tmp_path):
-    task = Regression(dtype="float32", dropout=0.3, kind="tokens", optimizer="adamw", layered=True)
-    mesh = {"mesh": "shard=2,tensor=2"}
-    whole = train_case(tmp_path, task, "fsdp", 4, deterministic=True, **mesh, **SETTINGS)
-    run = resumed(back_to(whole, 58, tmp_path))
-    assert are_same_bits(weights_of(run), weights_of(whole))
-    assert losses_of(run) == losses_of(whole)
-
-
-@pytest.mark.slow
-def test_run_when_a_rank_is_killed_then_its_weights_are_those_of_one_process(trained, tmp_path):
-    task = Regression(kind="tokens", optimizer="adamw", layered=True)
-    faults = tmp_path / "faults.toml"
-    faults.write_text('[[fault]]\nrank = 3\nstep = 6\nkind = "kill"\n')
-    settings = {"mesh": "shard=2,tensor=2", "faults": faults, "max_restarts": 1, "snapshot_every": 1}
-    run = train_case(tmp_path, task, "fsdp", 4, **settings, **STEPS)
-    assert largest_difference(weights_of(run), weights_of(trained(task, **STEPS))) < TO_ROUNDING
 
 
 def pair() -> nn.Module:

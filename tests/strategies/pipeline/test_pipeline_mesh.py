@@ -61,8 +61,10 @@ def test_ranks_hold_a_part_of_a_stage_and_say_what_they_send():
 def test_start_says_what_is_divided_and_how():
     lines = on_mesh(lambda strategy, batches: strategy.describe())
     assert lines[0][0].startswith("cut before 2: 2 stages, schedule 1f1b")
-    assert "column (output features divided, and the output left divided): 0" in lines[0]
-    assert "row (input features divided, the output added up): 3" in lines[2]
+    # those of all stages, because rank 0 shows them
+    assert "column (output features divided, and the output left divided): 0+2" in lines[0]
+    assert "row (input features divided, the output added up): 1+3" in lines[0]
+    assert not any("whole on every rank" in line for line in lines[0])
 
 
 class Tied(nn.Module):
@@ -88,7 +90,7 @@ def test_layer_whose_weight_is_also_outside_the_stages_stays_whole_and_tied():
 
     found = on_ranks(4, work)
     assert all(is_tied for is_tied, _ in found)
-    assert [lines for _, lines in found[2:]] == [["layers.3 whole: its weight is shared with a whole layer"]] * 2
+    assert [lines for _, lines in found] == [["layers.3 whole: its weight is shared with a whole layer"]] * 4
 
 
 class Dropping(nn.Module):

@@ -171,14 +171,15 @@ class Pipeline(SectionedStrategy):
         model = super().place(model)
         if self.mesh.size("tensor") > 1:
             plan = plan_of(model, self.mesh.size("tensor"), self.options.tensor_plan)
+            own = None
             if self.num_stages > 1:
+                plan.leave_out_others(model, self.plan.calls)
                 own = [name for name in self.plan.calls if self.plan.section_of_block(name) in self.stages]
-                plan.leave_out_others(model, own)
             alike = self.mesh.group("tensor")
             self.division = TensorDivision(
                 plan, self.mesh, alike, self.device, is_sequence_parallel=self.options.sequence_parallel
             )
-            self.division.divide(model)
+            self.division.divide(model, own)
         return model
 
     def sectioned_model(self) -> SectionedModel:

@@ -3,7 +3,7 @@
 import gc
 import weakref
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
@@ -70,10 +70,14 @@ class TensorDivision:
         self._draws_before: DeferredRead | None = None
         """Fingerprint of the draws in the step before, on an accelerator."""
 
-    def divide(self, model: nn.Module) -> None:
+    def divide(self, model: nn.Module, blocks: Sequence[str] | None = None) -> None:
         """Divide the layers, and replace the model's forward by one that returns whole tensors.
 
         Communication: a broadcast of each divided parameter over all ranks; one is whole on the device at a time.
+
+        Args:
+            model: Whole model.
+            blocks: Modules in which this rank divides layers; None for all.
         """
         # masks and tables made by a model are equal on every rank: combined with divided values, they are whole
         self._resources.enter_context(implicit_replication())
@@ -83,18 +87,21 @@ class TensorDivision:
         had_fast_path = torch.backends.mha.get_fastpath_enabled()
         torch.backends.mha.set_fastpath_enabled(False)
         self._resources.callback(torch.backends.mha.set_fastpath_enabled, had_fast_path)
-        self._divide_layers(model)
+        prefixes = None if blocks is None else tuple(f"{block}." for block in blocks)
+        names = self.plan.styles
+        self._divide_layers(model, [name for name in names if prefixes is None or f"{name}.".startswith(prefixes)])
         self._modules = list(model.modules())
         model.forward = Intercepted(model.forward, self._forward, in_copies=True)
 
-    def _divide_layers(self, model: nn.Module) -> None:
+    def _divide_layers(self, model: nn.Module, names: Sequence[str]) -> None:
         device_mesh = self.mesh.device_mesh
         assert device_mesh is not None
         mesh = device_mesh["tensor"]
         whole_input = WholeInput(mesh)
         divided: dict[int, nn.Parameter] = {}
         plan: dict[str, Any] = {}
-        for name, style in self.plan.styles.items():
+        for name in names:
+            style = self.plan.styles[name]
             forward = {
                 "column": partial(column_forward, whole_input),
                 "fused": partial(fused_forward, mesh, whole_input, lambda: self._is_dividing),

@@ -73,6 +73,18 @@ def traits_of(loss=plain, layer=None, task=None, x=X, fetch=None, **options):
     return inspection_of(lambda model, x: loss(model, x, task), model, own_fetch, task, **options).traits(len(x))
 
 
+def test_inspection_does_not_let_cudnn_time_algorithms_for_its_batches(monkeypatch):
+    monkeypatch.setattr(torch.backends.cudnn, "benchmark", True)
+    seen = set()
+
+    def noting(model, x, task):
+        seen.add(torch.backends.cudnn.benchmark)
+        return plain(model, x, task)
+
+    assert traits_of(noting).not_additive is None
+    assert (seen, torch.backends.cudnn.benchmark) == ({False}, True)
+
+
 def test_plain_loss_has_no_traits():
     assert traits_of() == LossTraits(learns_statistics=False, has_dropout=False)
 

@@ -18,7 +18,7 @@ from dure.records.sums import exact_sum
 from dure.strategies.contract.batches import split_batch
 from dure.torchcompat import entered_autocasts
 from dure.training.inspection.constant_draws import ConstantDraws, TooManyDraws
-from dure.training.inspection.loss_calls import NUM_SAMPLES, LossCalls, Tried, Value, silent
+from dure.training.inspection.loss_calls import NUM_SAMPLES, LossCalls, Tried, Value, aside
 from dure.training.inspection.model_outputs import OutputsAsLoss
 from dure.training.inspection.rounded_alike import RoundedAlike
 
@@ -199,7 +199,7 @@ class Additivity:
 
     def _difference_of_many(self, available: range, size: int, started: float) -> tuple[str | None, int]:
         at, doubtful = available.start, range(0)
-        with silent(), self.calls.trial_of_values():
+        with aside(), self.calls.trial_of_values():
             self.calls.set_modes(as_in_training=False)
             while at < available.stop - 1 and not doubtful:
                 most_seconds = _WIDE_SECONDS if at < available.start + WIDE_SAMPLES else _LATE_SECONDS

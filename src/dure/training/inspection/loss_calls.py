@@ -67,7 +67,7 @@ class LossCalls:
         with draws:
             batch = self.fetch(places)
         trial = Trial(self.model, self.objects, seed=0, watches_writes=self.watches_writes, keeps_caches=keeps_caches)
-        with silent(), trial, draws:
+        with aside(), trial, draws:
             self.set_modes(as_in_training=as_in_training)
             if perturbs:
                 perturb(self.model)
@@ -103,7 +103,7 @@ class LossCalls:
             ValueError: The loss draws random numbers.
         """
         batch = self.fetch(places)
-        with silent(), self.trial_of_values() as trial:
+        with aside(), self.trial_of_values() as trial:
             self.set_modes(as_in_training=False)
             with torch.enable_grad(), self.autocast():
                 result = self.loss(self.model, batch)
@@ -127,7 +127,7 @@ class LossCalls:
 
     def value_apart(self, places: Sequence[int]) -> "Value":
         """Return the loss of some samples, without gradients and in a trial of its own."""
-        with silent(), self.trial_of_values():
+        with aside(), self.trial_of_values():
             self.set_modes(as_in_training=False)
             return self.value(places)
 
@@ -216,7 +216,15 @@ def _are_equal(some: Mapping[str, Tensor], others: Mapping[str, Tensor]) -> bool
 
 
 @contextlib.contextmanager
-def silent() -> Iterator[None]:
-    """Discard what a loss prints in a trial: its output is shown once, in the step to which it belongs."""
-    with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
-        yield
+def aside() -> Iterator[None]:
+    """Discard what a loss prints in a trial, because its output is shown once, in the step to which it belongs.
+
+    cuDNN does not time its algorithms for the sizes of a trial: that takes gigabytes, and longer than the trial itself.
+    """
+    times_algorithms = torch.backends.cudnn.benchmark
+    torch.backends.cudnn.benchmark = False
+    try:
+        with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
+            yield
+    finally:
+        torch.backends.cudnn.benchmark = times_algorithms

@@ -27,7 +27,7 @@ from dure.training.inspection.additivity import WIDE_SAMPLES, Additivity, tolera
 from dure.training.inspection.call_watches import ChangesOutsideForward, FedState
 from dure.training.inspection.collectives import CollectiveCalled, no_collectives
 from dure.training.inspection.first_loss import FirstLoss
-from dure.training.inspection.loss_calls import NUM_SAMPLES, Tried, perturb, silent
+from dure.training.inspection.loss_calls import NUM_SAMPLES, Tried, aside, perturb
 from dure.training.inspection.whole_batch import DividedModel, WholeBatch
 
 _MOST_SECONDS = 5.0
@@ -366,7 +366,7 @@ class LossInspection:
         """Yield the parameters that a second call of the loss changes after the first."""
         batches = self.calls.fetch(places), self.calls.fetch(places)
         with (
-            silent(),
+            aside(),
             Trial(self.calls.model, self.calls.objects, seed=0, watches_writes=False),
             self.calls.autocast(),
         ):
@@ -433,7 +433,7 @@ class LossInspection:
         while len(batches) < _LATER_CALLS and time.monotonic() < deadline:
             batches.append(self.calls.fetch(groups[len(batches) % len(groups)]))  # changes made by reading stay
         written = Trial(self.calls.model, self.calls.objects, seed=1, watches_writes=False)
-        with silent(), written:
+        with aside(), written:
             self.calls.model.train()
             fed = FedState(self.calls.model, self.calls.objects)
             for batch in batches:

@@ -18,7 +18,7 @@ from dure.strategies.state.objects.object_state import ObjectState
 from dure.strategies.state.tensor_shard import version_of
 from dure.strategies.state.trial import Trial, is_equal
 from dure.training.inspection.collectives import CollectiveCalled, no_collectives
-from dure.training.inspection.loss_calls import silent
+from dure.training.inspection.loss_calls import aside
 from dure.training.inspection.loss_inspection import LossInspection
 
 _NUM_POSITIONS = 33
@@ -131,7 +131,7 @@ class Phases:
         trial = Trial(self._model, self._objects, watches_writes=watches_writes)
         with trial, without_new_hooks(self._model):
             try:
-                with silent(), no_collectives():  # other ranks build no optimiser now
+                with aside(), no_collectives():  # other ranks build no optimiser now
                     schedule = self._build()
             except (Exception, CollectiveCalled):
                 return
@@ -139,7 +139,7 @@ class Phases:
                 return
             for seen in self._positions:
                 with (
-                    silent(),
+                    aside(),
                     contextlib.suppress(Exception, CollectiveCalled),
                     no_collectives(),
                 ):  # the step will raise it

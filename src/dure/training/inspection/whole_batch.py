@@ -21,7 +21,7 @@ from dure.strategies.contract.batches import split_batch
 from dure.strategies.contract.strategy import LossFunction
 from dure.torchcompat import entered_autocasts
 from dure.training.inspection.additivity import Additivity, rows_of
-from dure.training.inspection.loss_calls import NUM_SAMPLES, Value, silent
+from dure.training.inspection.loss_calls import NUM_SAMPLES, Value, aside
 from dure.training.inspection.model_outputs import OutputsAsLoss
 
 _BEFORE_TRAINING_SECONDS = 1.0
@@ -99,7 +99,7 @@ class WholeBatch:
     def _value(self, places: range) -> Value:
         calls = copy.copy(self.additivity.calls)
         calls.loss = _WithoutGradients(calls.loss)
-        with silent(), calls.trial_of_values() as trial:
+        with aside(), calls.trial_of_values() as trial:
             calls.set_modes(as_in_training=False)
             value = calls.value(places)
         if trial.has_drawn:

@@ -13,7 +13,7 @@ from dure.strategies.state.objects.namespaces import ATOMS
 from dure.strategies.state.trial import is_equal
 from dure.torchcompat import as_one_process
 from dure.training.inspection.collectives import CollectiveCalled, no_collectives
-from dure.training.inspection.loss_calls import silent
+from dure.training.inspection.loss_calls import aside
 from dure.training.seeds import seed_everything
 from dure.training.session.loader import SampleFetch
 from dure.training.task.given_task import make_task
@@ -94,7 +94,7 @@ def build_as_one_process(spec: RunSpec, here: TaskParts) -> OneProcessBuild:
 def _built_again(spec: RunSpec, here: TaskParts, surroundings: AbstractContextManager[object]) -> OneProcessBuild:
     """Build a task's parts in another environment, and return their differences from the original ones."""
     try:
-        with silent(), kept_global_randomness(), surroundings, no_collectives():
+        with aside(), kept_global_randomness(), surroundings, no_collectives():
             there = TaskParts.build(spec)
             attributes = _differing(vars(here.task), vars(there.task))
             return OneProcessBuild(attributes=attributes, difference=_difference(spec, here, there))

@@ -26,7 +26,7 @@ from dure.torchcompat import move_module
 from dure.training.inspection.additivity import Additivity
 from dure.training.inspection.collectives import CollectiveCalled, no_collectives
 from dure.training.inspection.first_loss import FirstLoss, difference_of_ranks, difference_of_worlds
-from dure.training.inspection.loss_calls import LossCalls, perturb, silent
+from dure.training.inspection.loss_calls import LossCalls, aside, perturb
 from dure.training.inspection.loss_inspection import LossInspection
 from dure.training.inspection.phases import Phases, positions_of
 from dure.training.session.loader import FetchRequest, Loader
@@ -145,7 +145,7 @@ def _rehearsed_optimizer(
     The build may register hooks, freeze parameters, or set state that the loss reads. Traits are None if it does none
     of these. All are empty if the build fails; the strategy will fail in the same way.
     """
-    with silent(), Trial(model, strategy.objects):
+    with aside(), Trial(model, strategy.objects):
         before = ObjectState({**strategy.objects, "model": model})
         found = _hooks_and_frozen(model)
         try:
@@ -244,7 +244,7 @@ def _difference_of_worlds(
     in_one_process, inspection.first_loss = inspection.first_loss, here
     if difference := difference_of_worlds(here, in_one_process):
         return f"of the loss, {difference}"
-    with silent(), Trial(model, strategy.objects), contextlib.suppress(Exception, CollectiveCalled):
+    with aside(), Trial(model, strategy.objects), contextlib.suppress(Exception, CollectiveCalled):
         with no_collectives():
             one_process_settings = plain_settings(task.build_optimizer(model))
         if settings is not None:
@@ -318,7 +318,7 @@ def _tried_in_evaluation(
     try:
         for call in (task.metrics, task.loss):
             trial = Trial(model, strategy.objects, seed=0, watches_writes=False)
-            with silent(), trial, without_collectives():
+            with aside(), trial, without_collectives():
                 model.eval()
                 perturb(model)  # a momentum encoder may start as a copy: a write of equal values is not seen
                 before = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}

@@ -75,11 +75,13 @@ class Turns:
         self._before, self._after = before, after
         self._turns = random_rounds([*others, "dure"], num_rounds, seed=0)
         self._left = 0
-        self._start: float | None = None
+        self._start: tuple[float, float] | None = None
         self.on_own_turn = _nothing
         """Callback when dure's turn begins."""
         self.seconds: dict[str, list[float]] = {name: [] for name in [*others, "dure"]}
         """Per step, one value per round."""
+        self.cores: dict[str, list[float]] = {name: [] for name in [*others, "dure"]}
+        """Seconds of the processor per second, in all threads of this process, one value per round."""
 
     def __call__(self, step: int) -> None:
         self._left -= 1
@@ -91,16 +93,22 @@ class Turns:
             self._before()
             if name == "dure":
                 self.on_own_turn()
-                self._left, self._start = self._block, time.perf_counter()
+                self._left, self._start = self._block, _now()
                 return
-            start = time.perf_counter()
+            start = _now()
             self._others[name](self._block)
             self._note(name, start)
         self._start, self._left = None, 1 << 60
 
-    def _note(self, name: str, start: float) -> None:
+    def _note(self, name: str, start: tuple[float, float]) -> None:
         self._after()
-        self.seconds[name].append((time.perf_counter() - start) / self._block)
+        seconds, processor_seconds = (end - begin for end, begin in zip(_now(), start, strict=True))
+        self.seconds[name].append(seconds / self._block)
+        self.cores[name].append(processor_seconds / seconds)
+
+
+def _now() -> tuple[float, float]:
+    return time.perf_counter(), time.process_time()
 
 
 def compare(values: Mapping[str, Sequence[float]], baseline: str) -> list[Comparison]:

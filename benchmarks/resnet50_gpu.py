@@ -9,12 +9,13 @@ loop.
 
 import argparse
 import os
+import statistics
 import sys
 import tempfile
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import images_task
 import torch
@@ -107,8 +108,15 @@ def copied_ahead(host: Iterator[Any], device: torch.device) -> Iterator[Any]:
         del batch
 
 
-def measure(options: argparse.Namespace, folder: Path) -> dict[str, list[float]]:
-    """Return each candidate's images per second, one value per round."""
+class Rates(NamedTuple):
+    """Rates of the candidates, and what they took of the processor; one value per round."""
+
+    per_second: dict[str, list[float]]
+    cores: dict[str, list[float]]
+
+
+def measure(options: argparse.Namespace, folder: Path) -> Rates:
+    """Measure each candidate's images per second."""
     num_samples = num_steps(options) * options.batch
     spec = RunSpec(
         task=f"{HERE / 'images_task.py'}:ResNet50",
@@ -129,8 +137,7 @@ def measure(options: argparse.Namespace, folder: Path) -> dict[str, list[float]]
             ARTICLE: articles_program(data, options.batch, device),
         }
 
-    seconds = alternate(spec, candidates, options, folder, _use_tuned_convolutions)
-    return {name: [options.batch / value for value in values] for name, values in seconds.items()}
+    return alternate(spec, options.batch, candidates, options, folder, _use_tuned_convolutions)
 
 
 def num_steps(options: argparse.Namespace) -> int:
@@ -140,22 +147,24 @@ def num_steps(options: argparse.Namespace) -> int:
 
 def alternate(
     spec: RunSpec,
+    items: int,
     candidates: Callable[[torch.device], dict[str, Callable[[int], None]]],
     options: argparse.Namespace,
     folder: Path,
     on_own_turn: Callable[[], None] = lambda: None,
-) -> dict[str, list[float]]:
+) -> Rates:
     """Train by dure and let candidates run in between, in this process.
 
     Args:
         spec: Run of `num_steps` steps.
+        items: What is counted, per step.
         candidates: Returns, by name, what runs a number of steps on a device.
         options: Rounds and steps of a block.
         folder: Folder for the run.
         on_own_turn: Called when dure's turn begins.
 
     Returns:
-        Seconds of a step of each candidate and of dure, one value per round, without the first.
+        Items per second of each candidate and of dure, without the first round.
     """
     place = Place(rank=RankInfo(), threads=count_cores(), is_supervised=False)
     group, devices = open_rank_group(spec, place)
@@ -166,22 +175,24 @@ def alternate(
     run = RunDir.create(folder, "alternating")
     (run.path / "spec.json").write_text("{}")
     Trainer(session, run, StopSignals(is_supervised=False), turns).train()
-    return {name: values[1:] for name, values in turns.seconds.items()}
+    per_second = {name: [items / value for value in values[1:]] for name, values in turns.seconds.items()}
+    return Rates(per_second, {name: values[1:] for name, values in turns.cores.items()})
 
 
 def _use_tuned_convolutions() -> None:
     torch.backends.cudnn.benchmark = True  # as dure had it; the article's program changes it
 
 
-def report(options: argparse.Namespace, values: Mapping[str, list[float]]) -> tuple[dict[str, Any], str, bool]:
+def report(options: argparse.Namespace, rates: Rates) -> tuple[dict[str, Any], str, bool]:
     """Return the record, the page, and whether dure is fast enough."""
-    rows = {row.name: row for row in compare(values, HAND)}
+    rows = {row.name: row for row in compare(rates.per_second, HAND)}
     record = {
         **surroundings(),
         "batch": options.batch,
         "image_size": options.image_size,
         "rows": [asdict(row) for row in rows.values()],
-        "images_per_second": {name: [round(value, 1) for value in column] for name, column in values.items()},
+        "images_per_second": {name: [round(value, 1) for value in column] for name, column in rates.per_second.items()},
+        "cores": rates.cores,
     }
     is_fast = rows["dure"].ratio >= LEAST_RATIO
     page = (
@@ -189,18 +200,19 @@ def report(options: argparse.Namespace, values: Mapping[str, list[float]]) -> tu
         f"Batches of {options.batch} images of {options.image_size} pixels, {options.rounds} rounds of "
         f"{options.block} steps each in random order. dure at least {LEAST_RATIO} of the hand-tuned loop: "
         f"{'yes' if is_fast else 'NO'}.\n\n"
-        f"{table(rows.values(), 'images/s')}"
+        f"{table(rows.values(), rates.cores, 'images/s')}"
     )
     return record, page, is_fast
 
 
-def table(rows: Iterable[Comparison], unit: str) -> str:
+def table(rows: Iterable[Comparison], cores: Mapping[str, Sequence[float]], unit: str) -> str:
     """Return the candidates' rates and their ratios to the hand-tuned loop as a Markdown table."""
     lines = [
-        f"| {row.name} | {row.median:,.0f} | {row.ratio:.3f} | {row.ratio_low:.3f} to {row.ratio_high:.3f} |\n"
+        f"| {row.name} | {row.median:,.0f} | {row.ratio:.3f} | {row.ratio_low:.3f} to {row.ratio_high:.3f} "
+        f"| {statistics.median(cores[row.name]):.2f} |\n"
         for row in rows
     ]
-    return f"| | {unit} | ratio, median | ratio, middle half |\n|---|---|---|---|\n{''.join(lines)}"
+    return f"| | {unit} | ratio, median | ratio, middle half | cores |\n|---|---|---|---|---|\n{''.join(lines)}"
 
 
 def parser() -> argparse.ArgumentParser:
@@ -223,8 +235,8 @@ def run(arguments: list[str] | None = None) -> int:
         print("resnet50_gpu: there is no CUDA device here", file=sys.stderr)
         return 3
     with tempfile.TemporaryDirectory(prefix="dure-resnet50-") as folder:
-        values = measure(options, Path(folder))
-    record, page, is_fast = report(options, values)
+        rates = measure(options, Path(folder))
+    record, page, is_fast = report(options, rates)
     write_results(options.results, "resnet50_gpu", record, page)
     return 0 if is_fast else 1
 

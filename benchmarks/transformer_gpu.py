@@ -19,7 +19,7 @@ from pathlib import Path
 import torch
 import transformer_task
 from paired import HERE, compare, describe_surroundings, surroundings, write_results
-from resnet50_gpu import AGAIN, HAND, LEAST_RATIO, alternate, copied_ahead, num_steps, table
+from resnet50_gpu import AGAIN, HAND, LEAST_RATIO, Rates, alternate, copied_ahead, num_steps, table
 from torch import Tensor, nn
 from transformer_task import GPT
 
@@ -53,8 +53,8 @@ def _batches(words: Tensor, batch_size: int) -> Iterator[tuple[Tensor]]:
             yield (words.index_select(0, rows),)
 
 
-def measure(options: argparse.Namespace, folder: Path) -> dict[str, list[float]]:
-    """Return each candidate's words per second, one value per round."""
+def measure(options: argparse.Namespace, folder: Path) -> Rates:
+    """Measure each candidate's words per second."""
     sizes = {name: getattr(options, name) for name in ("width", "layers", "heads", "context", "vocabulary")}
     samples = num_steps(options) * options.batch
     spec = RunSpec(
@@ -73,9 +73,7 @@ def measure(options: argparse.Namespace, folder: Path) -> dict[str, list[float]]
         words = transformer_task.random_words(samples, options.context, options.vocabulary)
         return {name: hand_tuned(words, options, device) for name in (HAND, AGAIN)[: options.loops]}
 
-    seconds = alternate(spec, candidates, options, folder)
-    words = options.batch * options.context
-    return {name: [words / value for value in values] for name, values in seconds.items()}
+    return alternate(spec, options.batch * options.context, candidates, options, folder)
 
 
 def parser() -> argparse.ArgumentParser:
@@ -103,16 +101,16 @@ def run(arguments: list[str] | None = None) -> int:
         print("transformer_gpu: there is no CUDA device here", file=sys.stderr)
         return 3
     with tempfile.TemporaryDirectory(prefix="dure-transformer-") as folder:
-        values = measure(options, Path(folder))
-    rows = {row.name: row for row in compare(values, HAND)}
+        rates = measure(options, Path(folder))
+    rows = {row.name: row for row in compare(rates.per_second, HAND)}
     is_fast = rows["dure"].ratio >= LEAST_RATIO
-    record = {**surroundings(), "rows": [asdict(row) for row in rows.values()]}
+    record = {**surroundings(), "rows": [asdict(row) for row in rows.values()], "cores": rates.cores}
     page = (
         f"# A {'compiled ' if options.compile else ''}GPT on one GPU\n\n{describe_surroundings(record)}\n\n"
         f"{options.layers} blocks of width {options.width}, batches of {options.batch} rows of {options.context} "
         f"words, {options.rounds} rounds of {options.block} steps each in random order. dure at least {LEAST_RATIO} of "
         f"the hand-tuned loop: {'yes' if is_fast else 'NO'}.\n\n"
-        f"{table(rows.values(), 'words/s')}"
+        f"{table(rows.values(), rates.cores, 'words/s')}"
     )
     write_results(options.results, f"transformer_gpu{'_compiled' if options.compile else ''}", record, page)
     return 0 if is_fast else 1

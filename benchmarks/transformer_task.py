@@ -1,8 +1,5 @@
 """GPT on random words, as a task of dure and as functions for the loops by hand."""
 
-import time
-from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -71,8 +68,6 @@ class Text(dure.Task):
     context: int = 1024
     vocabulary: int = 32768
     rows: int = 4096
-    times_file: str = ""
-    """File for the seconds of the processor and of the clock at the start of each step, a line each; empty for none."""
 
     def build_model(self) -> nn.Module:
         return GPT(self.width, self.layers, self.heads, self.context, self.vocabulary)
@@ -82,15 +77,6 @@ class Text(dure.Task):
 
     def build_optimizer(self, model: nn.Module) -> Optimizer:
         return build_optimizer(model)
-
-    def build_schedule(self, optimizer: Optimizer, total_samples: int) -> Callable[[int], float] | None:
-        # a schedule is asked at every step, in the process that waits for the device
-        return self._note_times if self.times_file else None
-
-    def _note_times(self, samples_seen: int) -> float:
-        with Path(self.times_file).open("a", encoding="utf-8") as file:
-            file.write(f"{time.process_time()} {time.perf_counter()}\n")
-        return 1.0
 
     def loss(self, model: nn.Module, batch: Any) -> Tensor:
         return loss(model, batch[0])

@@ -14,7 +14,7 @@ from pathlib import Path
 from torch import Tensor
 
 from dure.comm.groups import Group
-from dure.errors import DureError, LossNotFinite, Misuse, TaskInvalid
+from dure.errors import DureError, LossNotFinite, Misuse, RunInvalid, TaskInvalid
 from dure.failures.device_errors import AskDriver
 from dure.failures.record import FailureRecord, failure_file, failure_to_json
 from dure.failures.report import describe_failure, is_peer_lost, report_undisturbed, write_failure_report
@@ -39,6 +39,7 @@ from dure.training.checkpoints.reader import Checkpoint
 from dure.training.checkpoints.store import CheckpointStore
 from dure.training.fault_injection import PlannedFaults, read_faults
 from dure.training.session.evaluation import evaluate
+from dure.training.session.initial_draws import InitialDraws
 from dure.training.session.session import (
     Session,
     check_ranks_agree,
@@ -53,6 +54,8 @@ from dure.training.trainer import Trainer
 
 LOSS_TRAITS = "loss_traits.json"
 """File in the run's folder with the traits that an inspection of the loss found."""
+INITIAL_DRAWS = "initial_draws.json"
+"""File in the run's folder with the draws of the build of a large model."""
 
 
 class Worker:
@@ -103,10 +106,13 @@ class Worker:
             faults = read_faults(spec.faults, max(self.run.read_spec().num_devices, self.group.world_size))
             self.faults = PlannedFaults(faults, self.place.rank.rank, self.run, self._cut)
         around_loss = None if self.faults is None else self.faults.around
-        session = open_session(spec, self.place, self.group, devices, around_loss, self._known_traits())
+        draws = self._known_draws()
+        session = open_session(spec, self.place, self.group, devices, around_loss, self._known_traits(), draws)
         self.group = session.group
         if isinstance(job, TrainJob) and self.group.rank == 0:
             self.run.write_json(LOSS_TRAITS, asdict(session.strategy.traits))
+            if draws.is_new:
+                self.run.write_json(INITIAL_DRAWS, draws.to_json())
         if self.faults is not None:
             self.faults.take(_own_parameters(session.strategy))
         is_interrupted = False
@@ -128,6 +134,13 @@ class Worker:
         if self.place.round == 0 or not (self.run.path / LOSS_TRAITS).is_file():
             return None
         return LossTraits.from_json(self.run.read_json(LOSS_TRAITS))
+
+    def _known_draws(self) -> InitialDraws:
+        """Return the recorded draws of the model's build; without any if there are none that can be read."""
+        try:
+            return InitialDraws.from_json(self.run.read_json(INITIAL_DRAWS))
+        except RunInvalid:
+            return InitialDraws()
 
     def _check_task_code(self, spec: RunSpec) -> None:
         """Refuse a class that this process imported again, if the process that started the run had changed it.

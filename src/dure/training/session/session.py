@@ -36,6 +36,7 @@ from dure.training.objects.kept_state import KeptState
 from dure.training.seeds import make_deterministic, seed_everything
 from dure.training.session.data_state import DataState
 from dure.training.session.evaluation import evaluation_batch_size
+from dure.training.session.initial_draws import InitialDraws
 from dure.training.session.loader import FetchRequest, Loader, SampleFetch, check_dataset
 from dure.training.session.one_process_build import OneProcessBuild, TaskParts, build_as_one_process
 from dure.training.session.sample_order import SampleOrder, total_samples
@@ -140,6 +141,7 @@ def open_session(
     devices: tuple[torch.device, ...],
     around_loss: Callable[[LossFunction], LossFunction] | None = None,
     traits: LossTraits | None = None,
+    draws: InitialDraws | None = None,
 ) -> Session:
     """Build task, data, model and strategy, and check that every rank built the same.
 
@@ -150,6 +152,7 @@ def open_session(
         devices: Devices of this rank.
         around_loss: Wrapper of the task's loss, for fault injection.
         traits: Traits of the loss if they are known; None to find them.
+        draws: Draws of an earlier build of the model, to which those of this one are added; None for none.
 
     Raises:
         TaskInvalid: A method of the task returns an invalid value.
@@ -169,7 +172,7 @@ def open_session(
         data_state = DataState(train_data)
         data = _Data.of(spec, task, train_data, eval_data, devices[0])
         seed_everything(spec.seed)
-        with startup.step("building the model"):
+        with startup.step("building the model"), (draws or InitialDraws()).of_build():
             model = built_model(task)
     check_ranks_agree(group, _fingerprint(spec, task, model, data.order, data.eval_samples))
     strategy = _build_strategy(spec, group, devices)

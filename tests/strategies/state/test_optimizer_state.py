@@ -42,6 +42,27 @@ def test_state_when_float32_beside_bfloat16_parameters_is_not_rounded():
     assert other.state["rounds"] == 3
 
 
+class Signed(AdamW):
+    """Keeps a mean of its own and no count of steps, for which AdamW looks when it is given state."""
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for p in self.param_groups[0]["params"]:
+            mean = self.state[p].setdefault("mean", torch.zeros_like(p)).lerp_(p.grad, 0.1)
+            p.sub_(mean.sign(), alpha=self.param_groups[0]["lr"])
+
+
+def test_state_when_a_subclass_keeps_other_state_than_its_base_is_loaded():
+    model, optimizer = trained(lambda p: Signed(p, lr=0.25))
+    saved = optimizer_to_names(model, optimizer)
+    trainable = [p for p in model.parameters() if p.requires_grad]
+    other = Signed(trainable, lr=0.5)
+    optimizer_from_names(model, other, saved)
+    assert all(torch.equal(other.state[p]["mean"], optimizer.state[p]["mean"]) for p in trainable)
+    assert other.param_groups[0]["lr"] == 0.25
+    assert "__setstate__" not in vars(other)
+
+
 def test_state_when_the_order_of_parameters_is_another_follows_the_names():
     model, optimizer = trained(lambda p: SGD(p, lr=0.1, momentum=0.9))
     saved = optimizer_to_names(model, optimizer)

@@ -4,6 +4,7 @@ Torch numbers parameters in the order in which the optimiser got them. Names are
 strategy and another number of ranks, and a reader of the checkpoint can assign state to parameters.
 """
 
+import functools
 import hashlib
 import json
 from collections import OrderedDict
@@ -111,10 +112,26 @@ def optimizer_from_names(
         state[numbers[name]] = copies.of_parameter(parameters[name], shard, value)
     other = copies.of(dict(data.get("other", {})), template)
     groups = [copies.of(group, now) for group, now in zip(groups, template["param_groups"], strict=True)]
-    optimizer.load_state_dict({**other, "state": state, "param_groups": groups})
+    _load(optimizer, {**other, "state": state, "param_groups": groups})
     for number, value in state.items():
         if number in names:
             _restore_exactly(optimizer.state[parameters[names[number]]], value)
+
+
+def _load(optimizer: Optimizer, state: dict[str, Any]) -> None:
+    """Load a result of `state_dict`, also into a class that keeps other state than the one from which it is derived.
+
+    A subclass of AdamW with a step of its own may keep no `step`, for which AdamW's `__setstate__` looks.
+    """
+    try:
+        optimizer.load_state_dict(state)
+    except KeyError:
+        own: Any = optimizer
+        own.__setstate__ = functools.partial(Optimizer.__setstate__, optimizer)
+        try:
+            optimizer.load_state_dict(state)
+        finally:
+            del own.__setstate__
 
 
 def _canonical_names(model: nn.Module) -> dict[str, str]:

@@ -384,7 +384,7 @@ class Sparse(Regression):
             Convolving(),
             {},
             r"there is no layer to divide over 2 ranks, since the rules know nn\.Linear and nn\.Embedding and the "
-            r"model's layers are 0-2; 2 whole: 1 is too few.*: use fsdp, which divides any parameter",
+            r"model's layers are 0-2; 2 whole: 1 is too few.*: use fsdp without an axis tensor, which divides any",
         ),
         (
             Sparse(),

@@ -372,7 +372,7 @@ def nothing_to_divide(model: nn.Module, plan: TensorPlan, num_ranks: int) -> lis
     reasons = "".join(f"; {note}" for note in plan.notes)
     return [
         f"there is no layer to divide over {num_ranks} ranks, since the rules know nn.Linear and nn.Embedding and "
-        f"the model's layers are {shown}{reasons}: use fsdp, which divides any parameter"
+        f"the model's layers are {shown}{reasons}: use fsdp without an axis tensor, which divides any parameter"
     ]
 
 

@@ -175,7 +175,7 @@ class TensorDivision:
                 raise
             raise TaskInvalid(
                 f"the task's {function.__name__} uses torch.func (vmap, grad, jacrev ...), which cannot go through "
-                "divided layers: use ddp or fsdp"
+                "divided layers: use ddp, or fsdp without an axis tensor"
             ) from error
 
     # ranks of a tensor group must compute and draw the same

@@ -1,5 +1,6 @@
 """Initial draws: a model that is built again has the same values, and the generator is where it was."""
 
+import base64
 import copy
 import json
 import time
@@ -78,6 +79,13 @@ READS = [
     lambda weight: nn.utils.parametrizations.spectral_norm(nn.Linear(SIDE, SIDE)).state_dict(),
     lambda weight: torch.jit.script(nn.Linear(SIDE, SIDE)).state_dict(),
 ]  # fmt: skip
+
+
+def vectorized(weight):
+    return torch.vmap(lambda row: torch.empty_like(row).normal_(), randomness="different")(weight.expand(2, SIDE, SIDE))
+
+
+READS.append(vectorized)
 
 
 def built(draws, read):
@@ -187,7 +195,12 @@ def test_error_of_a_draw_in_a_thread_is_raised(monkeypatch):
         built(draws, torch.Tensor.clone)
 
 
-@pytest.mark.parametrize("damage", [None, [], {"states": {}}, {"states": {"a": "!"}, "digest": ""}, "other"])
+def of_another_size(states):
+    short = {key: base64.b64encode(b"short").decode() for key in states}
+    return {"states": short, "digest": initial_draws._digest(dict.fromkeys(states, b"short"))}
+
+
+@pytest.mark.parametrize("damage", [None, [], {"states": {}}, {"states": {"a": "!"}, "digest": ""}, "other", "short"])
 def test_damaged_record_is_not_used(damage, slow_threads):
     draws = InitialDraws()
     built(draws, torch.Tensor.clone)
@@ -195,6 +208,8 @@ def test_damaged_record_is_not_used(damage, slow_threads):
     if damage == "other":
         key = next(iter(record["states"]))
         record["states"][key] = record["states"][key].replace("A", "B", 1)
+    elif damage == "short":
+        record = of_another_size(record["states"])
     else:
         record = damage
     expected, state = built(InitialDraws(), torch.Tensor.clone)

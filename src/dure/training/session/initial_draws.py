@@ -49,7 +49,8 @@ class InitialDraws:
         """Convert from the JSON value of `to_json`; a damaged one has no states."""
         try:
             states = {key: base64.b64decode(state) for key, state in record["states"].items()}
-            return cls(states if record["digest"] == _digest(states) else {})
+            sizes = {len(state) for state in states.values()} | {torch.default_generator.get_state().numel()}
+            return cls(states if len(sizes) == 1 and record["digest"] == _digest(states) else {})
         except (ValueError, TypeError, LookupError, AttributeError):
             return cls()
 
@@ -126,7 +127,7 @@ class _Draws(TorchFunctionMode):
         before = generator.get_state()
         key = _key(before, func, target, args, kwargs)
         after = self._known.after(key)
-        if after is None or self._is_exposed or not target.untyped_storage().resizable():  # NumPy may hold its memory
+        if after is None or self._is_exposed:
             result = func(target, *args, **kwargs)
             if after is None:
                 self._known.record(key, generator.get_state(), target.numel())
@@ -165,7 +166,16 @@ def _is_plain(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool
             target.requires_grad and torch.is_grad_enabled() and getattr(func, "__module__", "") != "torch.nn.init"
         )
         and not torch.is_inference_mode_enabled()
+        and _owns_memory(target)
     )
+
+
+def _owns_memory(tensor: Tensor) -> bool:
+    """Return whether nothing but tensors holds a tensor's memory, as NumPy may."""
+    try:
+        return tensor.untyped_storage().resizable()
+    except (RuntimeError, NotImplementedError):  # it is one of `torch.func`, without memory of its own
+        return False
 
 
 def _key(before: Tensor, func: Any, target: Tensor, args: Sequence[Any], kwargs: Mapping[str, Any]) -> str:

@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from torch.optim import SGD, Optimizer
 from torch.utils.checkpoint import checkpoint
 
 from dure.errors import SpecInvalid, WorkerFailed
+from dure.strategies.data_parallel.ddp import ObjectiveModule
 from tests.conformance.cases import TO_ROUNDING, are_same_bits, largest_difference, train_case, weights_of
 from tests.conformance.zoo.feature import STEPS, Samples, ZooTask
 
@@ -236,3 +238,11 @@ def test_compression_without_its_error_computes_the_same(strategy: str, compress
         {*json.loads((run / "rank0.jsonl").read_text().splitlines()[-1])["measured"]} for run in (with_error, without)
     )
     assert measured - others == {"compression_error"}
+
+
+def test_rehearsal_of_complex_weights_gives_each_a_gradient_without_a_warning():
+    model = nn.ParameterList([torch.ones(2, dtype=torch.complex64), torch.ones(2)])
+    module = ObjectiveModule(SimpleNamespace(device=torch.device("cpu")), model)
+    root, _ = module(None, 1)  # pytest makes errors of warnings
+    root.backward()
+    assert [p.grad.tolist() for p in model] == [[0j, 0j], [0.0, 0.0]]

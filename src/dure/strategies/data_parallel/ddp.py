@@ -83,7 +83,8 @@ class ObjectiveModule(nn.Module):
 
     def _rehearsal(self) -> Tensor:
         """Return a zero from which every trainable parameter gets a gradient, the last parameter first."""
-        parts = [p.sum().to(self.carrier) for p in self.model.parameters() if p.requires_grad]
+        sums = [p.sum() for p in self.model.parameters() if p.requires_grad]
+        parts = [(each.real if each.is_complex() else each).to(self.carrier) for each in sums]
         return torch.stack(parts).sum() * 0.0
 
 

@@ -333,12 +333,13 @@ def generator_place(path: str, value: Any) -> Place | None:
     """Return the place of a random number generator; None if the value is not one."""
     if not isinstance(value, GENERATORS) or isinstance(value, random.SystemRandom):
         return None  # the system's generator has no state
-    before = copy.deepcopy(generator_state(value))
-
-    def has_changed() -> bool:
-        return repr(generator_state(value)) != repr(before)
-
-    return Place(path, has_changed, lambda: set_generator_state(value, before), is_generator=True)
+    before = generator_state(value)
+    return Place(
+        path,
+        lambda: bool(generator_state(value) != before),
+        lambda: set_generator_state(value, before),
+        is_generator=True,
+    )
 
 
 def key_text(key: object) -> str:

@@ -154,9 +154,11 @@ def translated(monkeypatch):
 @pytest.mark.parametrize(
     ("settings", "compiled"),
     [
-        ({"units": "*,*.0"}, ["0.0", "1.0"]),
+        pytest.param({"units": "*,*.0"}, ["0.0", "1.0"], marks=pytest.mark.slow),
         ({"units": "*,*.0", "activation_checkpointing": True}, ["0.0", "1.0"]),
-        ({"units": "*", "activation_checkpointing": True}, ["0.0", "0.1", "1.0", "1.1"]),
+        pytest.param(
+            {"units": "*", "activation_checkpointing": True}, ["0.0", "0.1", "1.0", "1.1"], marks=pytest.mark.slow
+        ),
     ],
     ids=["nested", "nested-recomputed", "recomputed"],
 )

@@ -84,6 +84,18 @@ def test_halves_on_many_devices_stay_near_one_process(strategy, num_devices, pre
     assert largest_difference(weights_of(many), one) < AS_HALVES[precision]
 
 
+def test_overflow_of_fp16_is_declared_where_ranks_compute_parts_of_a_batch(tmp_path):
+    settings = {"precision": "fp16", "global_batch_size": 6, "checkpoint": {"every_samples": 12}}
+    runs = [
+        train_case(tmp_path, task(dtype="float32"), *place, samples=24, **settings)
+        for task, place in ((Steep, ("ddp", 2)), (Steep, ("single", 1)), (Regression, ("ddp", 2)))
+    ]
+    declared = [json.loads((run / "summary.json").read_text())["not_preserved"] for run in runs]
+    assert [any(text.startswith("loss scale of fp16") for text in texts) for texts in declared] == [True, False, False]
+    dure.train(resume=runs[0], samples=30, quiet=True, start="fork")  # without a further overflow
+    assert declared[0] == json.loads((runs[0] / "summary.json").read_text())["not_preserved"]
+
+
 @pytest.mark.slow
 def test_ranks_skip_the_same_steps_when_fp16_overflows(tmp_path):
     digests = tmp_path / "digests"

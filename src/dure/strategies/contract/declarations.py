@@ -116,6 +116,16 @@ def by_compilation(spec: RunSpec, traits: LossTraits) -> list[str]:
     ]
 
 
+def by_overflow(*, has_overflowed: bool, is_divided: bool) -> list[str]:
+    """Return the difference that follows from an overflow of fp16 where one device does not compute whole batches."""
+    if not (has_overflowed and is_divided):
+        return []
+    return [
+        "loss scale of fp16: gradients have overflowed, which leaves a step out; as a whole, a batch may overflow in "
+        "another step than in parts"
+    ]
+
+
 def by_division(division: BatchDivision, traits: LossTraits, found: Findings, declared: Sequence[str]) -> list[str]:
     """Return the differences that follow from dividing a batch, without those that are declared already."""
     parts = division.num_parts

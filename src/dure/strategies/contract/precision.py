@@ -43,6 +43,12 @@ class Precision:
         if self.scaler is not None:
             # the scaler creates its scale at the first call, in which device threads of balanced_dp would race
             self.scaler.scale(torch.zeros(1, device=device_type))
+        self._num_updates = 0
+        """Number of updates of the scale since it was created or loaded."""
+        self._scale = {} if self.scaler is None else self.scaler.state_dict()
+        """Scaler's state at that time."""
+        self._had_overflowed = False
+        """True if gradients had overflowed before."""
 
     @property
     def is_exact(self) -> bool:
@@ -80,19 +86,40 @@ class Precision:
                 optimizer.step()
             else:
                 self.scaler.step(optimizer)
-                self.scaler.update()
+                self.update()
         except Exception as error:
             refuse_closure(optimizer, error)
             raise
 
+    def update(self) -> None:
+        """Adapt fp16's scale to whether gradients overflowed."""
+        if self.scaler is not None:
+            self.scaler.update()
+            self._num_updates += 1
+
+    def has_overflowed(self) -> bool:
+        """Return whether gradients of fp16 have overflowed in any step of the run; this waits for the device."""
+        if self.scaler is None or self._had_overflowed:
+            return self._had_overflowed
+        now, before = self.scaler.state_dict(), self._scale
+        steps = before["_growth_tracker"] + self._num_updates
+        num_grown, tracker = divmod(steps, before["growth_interval"])
+        undisturbed = before["scale"] * before["growth_factor"] ** num_grown, tracker
+        self._had_overflowed = (now["scale"], now["_growth_tracker"]) != undisturbed
+        return self._had_overflowed
+
     def state(self) -> dict[str, Any]:
         """Return the scaler's state, for a checkpoint."""
-        return {} if self.scaler is None else self.scaler.state_dict()
+        if self.scaler is None:
+            return {}
+        return {**self.scaler.state_dict(), "has_overflowed": self.has_overflowed()}
 
     def load_state(self, state: dict[str, Any]) -> None:
         """Load a scaler's state; a run that resumes under another precision starts with a new scale."""
         if self.scaler is not None and state:
             self.scaler.load_state_dict(state)
+            self._num_updates, self._scale = 0, self.scaler.state_dict()
+            self._had_overflowed = state.get("has_overflowed", False)
 
 
 def fault_of_precision(name: str, device_type: str) -> str | None:

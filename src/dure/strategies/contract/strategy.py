@@ -23,6 +23,7 @@ from dure.strategies.contract.declarations import (
     by_compilation,
     by_data,
     by_division,
+    by_overflow,
     by_strategy,
     by_trial,
 )
@@ -325,6 +326,10 @@ class Strategy(ABC):
             *by_compilation(self.spec, self.traits),
             *declared,
             *by_division(division, self.traits, found, declared),
+            *by_overflow(
+                has_overflowed=self.precision.has_overflowed(),
+                is_divided=self.group.world_size * len(self.devices) > 1 or division.calls_per_step > 1,
+            ),
         ]
 
     def _hooked_in_parts(self) -> list[str]:

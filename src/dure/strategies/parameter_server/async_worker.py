@@ -181,7 +181,7 @@ class AsyncWorker(Worker):
         self.precision.unscale(self.optimizer)
         overflows = torchcompat.found_overflows(scaler, self.optimizer)
         has_overflowed = any(bool(found.item()) for found in overflows)
-        scaler.update()
+        self.precision.update()
         return has_overflowed
 
     def _write_numbers(self, fraction: float) -> None:

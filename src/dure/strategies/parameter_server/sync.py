@@ -78,8 +78,7 @@ class SyncWorker(Worker):
         self.pull()
         wishes = torch.stack([pull.numbers for pull in self.pulls]).sum(0).tolist()
         self._passed_on = Requests(stop=wishes[0] > 0, save=wishes[1] > 0)
-        if self.precision.scaler is not None:
-            self.precision.scaler.update()
+        self.precision.update()
         self.zero_gradients()
 
 

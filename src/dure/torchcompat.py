@@ -18,6 +18,7 @@ import pickle
 import re
 import sys
 import threading
+import time
 import traceback
 import warnings
 import weakref
@@ -409,6 +410,17 @@ def store_at(host: str, port: int, timeout: timedelta) -> dist.TCPStore:
     return dist.TCPStore(host, port, is_master=False, timeout=timeout, wait_for_workers=False)
 
 
+_left_group_at: float | None = None
+
+
+def left_group_at() -> float | None:
+    """Return when this process left the group of all ranks, after which others' calls fail; None if it is in one.
+
+    Only a process that has called `meet_at_served_store` knows it.
+    """
+    return _left_group_at
+
+
 def meet_at_served_store(host: str, port: int) -> None:
     """Make `init_process_group` in this process connect to the store at an address that is already served.
 
@@ -436,7 +448,9 @@ def meet_at_served_store(host: str, port: int) -> None:
         return dist.PrefixStore(f"group_{num_formed}", store) if num_formed else store
 
     def count_and_set_default(group: Any) -> None:
+        global _left_group_at
         nonlocal num_formed, is_served
+        _left_group_at = time.time() if group is None else None
         num_formed += is_served and group is not None
         is_served = False
         set_default(group)

@@ -222,6 +222,28 @@ def test_verdict_when_a_rank_still_handles_its_error_then_it_is_named_and_not_th
     assert judge(tmp_path, [end(0, 1, 1.0, **LOST), ended], is_script=True).text.startswith("rank 0 failed")
 
 
+def test_verdict_when_ranks_report_their_own_errors_then_the_first_to_leave_the_others_comes_first(tmp_path):
+    late, early = (end(rank, 1, time, message="bad", left_group_at=time - 0.5) for rank, time in ((0, 3.0), (1, 3.2)))
+    left = replace(early, failure=replace(early.failure, left_group_at=2.4, message="cause"))
+    text = judge(tmp_path, [late, left]).text
+    assert text.startswith("rank 1 failed after step 4: ValueError: cause")
+    assert "  and rank 0 failed: ValueError: bad" in text
+    assert judge(tmp_path, [end(0, KILLED, 2.9), left]).text.startswith("rank 0 was killed")
+    here = end_from_json(end_to_json(left), "node 1", -0.5)
+    assert (here.failure.left_group_at, here.left_group_at) == (pytest.approx(1.9), None)
+
+
+def test_verdict_when_a_rank_was_ended_that_had_left_the_others_then_it_did_not_end_as_a_consequence(tmp_path):
+    left = replace(end(1, KILLED, 2.0), was_stopped=True, left_group_at=0.5, last_line="train.py:9 in main")
+    text = judge(tmp_path, [end(0, 1, 1.0, **LOST), left], is_script=True).text
+    assert text.startswith("rank 1 had left the process group when the others lost it; it was ended\n  train.py:9")
+    text = judge(tmp_path, [end(0, 1, 1.0, message="bad", left_group_at=0.6), left], is_script=True).text
+    assert text.startswith("rank 0 failed")
+    assert "  rank 1 had left the process group before, and was ended at train.py:9 in main" in text
+    later = replace(left, left_group_at=1.5)
+    assert judge(tmp_path, [end(0, 1, 1.0, **LOST), later], is_script=True).text.startswith("rank 0 failed")
+
+
 def test_end_when_a_peers_failure_is_none_then_it_is_refused():
     sent = end_to_json(end(1, 1, message="seen"))
     assert end_from_json(sent, "node 1", 2.0).failure == failure_of(1, time=2.0, message="seen")

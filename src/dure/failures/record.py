@@ -73,6 +73,8 @@ class FailureRecord:
     traceback: Text
     collective: Text | None = None
     """Collective that a script's rank was in, or was in last; None if unknown, and for a task's rank."""
+    left_group_at: Time | None = None
+    """Time at which a script's rank had left the group of all ranks; None if it had not, and for a task's rank."""
 
     @property
     def is_divergence(self) -> bool:
@@ -94,6 +96,8 @@ class Departure:
     """True if the script called it because it had lost another rank."""
     time: Time | None = None
     """Time of the call; None if it is unknown."""
+    left_group_at: Time | None = None
+    """Time at which it had left the group of all ranks; None if it had not."""
 
 
 _FAILURE = TypeAdapter(FailureRecord)

@@ -41,7 +41,7 @@ from dure.failures.record import CodeLine, Departure, FailureRecord, failure_to_
 from dure.host.gpu_health import gpu_health
 from dure.process.context import DEPARTURE
 from dure.process.own_descriptors import usable
-from dure.torchcompat import library_for_another_torch
+from dure.torchcompat import left_group_at, library_for_another_torch
 
 _PEER_LOST_WORDS = (
     "connection closed by peer",
@@ -147,6 +147,7 @@ def describe_failure(
         user_line=line,
         user_traceback=None if shown is None else _shortened(shown),
         traceback=_shortened(format_error(error)),
+        left_group_at=left_group_at(),
     )
 
 
@@ -198,6 +199,7 @@ def leave_departure(
         may_follow_signal=may_follow_signal,
         is_consequence=has_lost_peer or is_due_to_lost_peer(leave),
         time=time.time(),
+        left_group_at=left_group_at(),
     )
     _write_report(report_fd, {DEPARTURE: asdict(departure)})
 

@@ -56,6 +56,8 @@ class WorkerEnd:
     """Line at which it was when the supervisor ended it; None if it is unknown."""
     handled: str | None = None
     """Exception that it was handling then; None if there was none, or it only reported a lost rank."""
+    left_group_at: float | None = None
+    """Time at which it had left the group of all ranks when the supervisor ended it; None if it had not."""
     failure: FailureRecord | None = None
     """Rank's own record of its failure, if it could leave one."""
     departure: Departure | None = None
@@ -136,7 +138,9 @@ def judge(
         f"  and {in_brief(replace(end, failure=failures[end.rank]), len(ends))}"
         for end in sorted(own, key=lambda end: end.rank)[:_MOST_OTHERS]
     ]
-    followed = [end for end in others if end not in same and end not in own]
+    gone = [end for end in others if _has_left_before(end, ends)]
+    lines += [f"  rank {end.rank} had left the process group before, and was ended{_at(end.last_line)}" for end in gone]
+    followed = [end for end in others if end not in same and end not in own and end not in gone]
     if len(ends) > 1 and followed and not (failure and failure.is_misuse):
         ranks = ", ".join(str(end.rank) for end in sorted(followed, key=lambda end: end.rank))
         lines.append(f"  rank {ranks} ended as a consequence; see logs/ in {run}")
@@ -185,6 +189,12 @@ def _reported_at(end: WorkerEnd, failure: FailureRecord | None) -> float:
     return end.time if end.departure is None or end.departure.time is None else end.departure.time
 
 
+def _left_at(end: WorkerEnd, failure: FailureRecord | None) -> float:
+    """Return when a rank had left the group of all ranks; infinity if it had not."""
+    report = failure or end.departure or end
+    return float("inf") if report.left_group_at is None else report.left_group_at
+
+
 def _first_cause(ends: list[WorkerEnd], failures: Mapping[int, FailureRecord | None]) -> WorkerEnd:
     def order(end: WorkerEnd) -> tuple[bool, bool, float, int]:
         failure = failures[end.rank]
@@ -193,11 +203,26 @@ def _first_cause(ends: list[WorkerEnd], failures: Mapping[int, FailureRecord | N
     failed = _failed(ends)
     first = min(failed, key=order)
     if not _is_consequence(first, failures[first.rank]):
-        return first
+        return _first_to_leave(first, failed, failures)
     # a connection is closed by a rank that has left, but a timeout needs no one who has: it comes first
     timed_out = [end for end in failed if not end.was_stopped and _has_timed_out(failures[end.rank])]
     tolerated = next((end for end in ends if end.is_tolerated), None)
     return tolerated or _unsaid_cause(ends, failed) or min(timed_out, key=order, default=first)
+
+
+def _first_to_leave(
+    first: WorkerEnd, failed: list[WorkerEnd], failures: Mapping[int, FailureRecord | None]
+) -> WorkerEnd:
+    """Return the rank that left the others before the first to report an error did, or that one if there is none.
+
+    While a rank cleans up, others that have lost it may report errors in which nothing of the loss is to be seen.
+    """
+    if failures[first.rank] is None and first.departure is None:
+        return first  # a signal ended it
+    own = [end for end in failed if not _is_consequence(end, failures[end.rank])]
+    earliest = min(own, key=lambda end: _left_at(end, failures[end.rank]))
+    has_left = _left_at(earliest, failures[earliest.rank]) < _reported_at(first, failures[first.rank])
+    return earliest if has_left else first
 
 
 def _has_timed_out(failure: FailureRecord | None) -> bool:
@@ -208,6 +233,14 @@ def is_cause_missing(ends: list[WorkerEnd]) -> bool:
     """Return whether ranks failed and all of them only report that they lost others."""
     failed = _failed(ends)
     return bool(failed) and all(_is_consequence(end, end.failure) for end in failed)
+
+
+def may_follow_another(ends: list[WorkerEnd]) -> bool:
+    """Return whether all ranks that failed lost others, or may have, having left them before they reported errors."""
+    failed = _failed(ends)
+    return bool(failed) and all(
+        _is_consequence(end, end.failure) or _left_at(end, end.failure) < end.time for end in failed
+    )
 
 
 def left_early(ends: list[WorkerEnd]) -> Verdict:
@@ -225,10 +258,18 @@ def _unsaid_cause(ends: list[WorkerEnd], failed: list[WorkerEnd]) -> WorkerEnd |
     """Find the rank that the others lost, if they only report lost peers: one that exited with 0, or one that hung."""
     left = [end for end in ends if end.exit_code == 0 and not _is_consequence(end, end.failure)]
     has_waited = any(_has_timed_out(end.failure) for end in failed)
-    # without a timeout the others did not wait for it: it was ended because they failed, unless it had an error first
-    hung = [end for end in failed if end.was_stopped and end.failure is None and (has_waited or end.handled)]
-    hung.sort(key=lambda end: end.handled is None)
+    # without a timeout the others did not wait for it: it was ended because they failed, unless it had an error, or
+    # left them, before
+    hung = [end for end in failed if end.was_stopped and end.failure is None]
+    hung = [end for end in hung if has_waited or end.handled or _has_left_before(end, ends)]
+    hung.sort(key=lambda end: (end.handled is None, end.left_group_at is None))
     return min(left, key=lambda end: end.time, default=None) or next(iter(hung), None)
+
+
+def _has_left_before(end: WorkerEnd, ends: list[WorkerEnd]) -> bool:
+    """Return whether a rank that the supervisor ended had left the others before any of them left or ended."""
+    others = [min(_reported_at(one, one.failure), _left_at(one, one.failure)) for one in ends if one is not end]
+    return end.was_stopped and end.left_group_at is not None and end.left_group_at <= min(others, default=0.0)
 
 
 def _failure_text(end: WorkerEnd, failure: FailureRecord, num_ranks: int, run: Path, *, is_script: bool = False) -> str:
@@ -296,6 +337,8 @@ def _silent_end(end: WorkerEnd, num_ranks: int, cure: str = "", *, is_script: bo
         where = "" if end.last_line is None else f"\n  {end.last_line}"
         if end.handled is not None:
             return f"{who} was still handling {end.handled} when the others had lost it; it was ended{where}"
+        if end.left_group_at is not None:
+            return f"{who} had left the process group when the others lost it; it was ended{where}"
         return f"{who} did not answer, and the others waited in vain; it was ended{where}"
     if end.exit_code < 0:
         number = -end.exit_code
@@ -325,6 +368,10 @@ def _left(end: WorkerEnd, who: str) -> str:
         text += f": {_set_in(_brief(end.departure.message))}"
     line = end.departure.user_line
     return text if line is None else f"{text}\n  {line}"
+
+
+def _at(line: str | None) -> str:
+    return "" if line is None else f" at {line}"
 
 
 def _place(line: CodeLine | None) -> str:

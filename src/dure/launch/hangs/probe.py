@@ -12,7 +12,7 @@ from typing import Any
 from dure.failures.verdict import failure_in_brief
 from dure.launch.hangs.rank_state import Call, RankState, collective_from, frames_from
 from dure.launch.worker.questions import wait_for_answers
-from dure.launch.worker.responder import HANDLED, STACKS_SIGNAL, STATE
+from dure.launch.worker.responder import ENDING, STACKS_SIGNAL, STATE
 from dure.launch.worker.stacks import Threads, head, is_stopped, proc_stat, written_stacks
 from dure.launch.worker.worker_process import Worker
 from dure.process.heartbeat import Heartbeats
@@ -81,10 +81,11 @@ def _state_fields(worker: Worker, answer: Mapping[str, Any] | None, stacks: Thre
     }
 
 
-def exceptions_handled(workers: Sequence[Worker]) -> dict[int, str | None]:
-    """Return the exceptions that ranks are handling, in brief, as in a `finally`: a rank may still clean up."""
-    alive = [worker for worker in workers if worker.end is None]
-    return {rank: answer["handled"] for rank, answer in _answers(alive, HANDLED).items()}
+def ask_how_they_end(workers: Sequence[Worker]) -> None:
+    """Note which exceptions ranks are handling, in brief, as in a `finally`, and when they left the others."""
+    alive = {worker.rank: worker for worker in workers if worker.end is None}
+    for rank, answer in _answers(list(alive.values()), ENDING).items():
+        alive[rank].handled, alive[rank].left_group_at = answer["handled"], answer["left_group_at"]
 
 
 def _answers(workers: Sequence[Worker], what: str = STATE) -> dict[int, Mapping[str, Any]]:

@@ -287,10 +287,14 @@ def end_from_json(record: Mapping[str, Any], node: str, clock_behind_seconds: fl
         DocumentInvalid: It is not the end of a rank.
     """
     end = record_from_json(WorkerEnd, record)
-    failure, departure = end.failure, end.departure
-    if failure is not None:
-        failure = replace(failure, time=failure.time + clock_behind_seconds)
-    if departure is not None and departure.time is not None:
-        departure = replace(departure, time=departure.time + clock_behind_seconds)
-    here = end.time + clock_behind_seconds
-    return replace(end, failure=failure, departure=departure, time=here, node=end.node or node)
+    failure, departure = (
+        None if report is None else _in_own_time(report, clock_behind_seconds)
+        for report in (end.failure, end.departure)
+    )
+    here: WorkerEnd = _in_own_time(end, clock_behind_seconds)
+    return replace(here, failure=failure, departure=departure, node=end.node or node)
+
+
+def _in_own_time(record: Any, clock_behind_seconds: float) -> Any:
+    times = {name: getattr(record, name) for name in ("time", "left_group_at")}
+    return replace(record, **{name: time + clock_behind_seconds for name, time in times.items() if time is not None})

@@ -8,10 +8,10 @@ from collections.abc import Sequence
 from contextlib import AbstractContextManager, ExitStack, closing, nullcontext
 
 from dure.errors import EnvironmentLacks
-from dure.failures.verdict import STOP_ENDS, WorkerEnd, is_cause_missing, stop_signal
+from dure.failures.verdict import STOP_ENDS, WorkerEnd, is_cause_missing, may_follow_another, stop_signal
 from dure.launch.hangs.call_counts import CallCounts
 from dure.launch.hangs.diagnosis import HangVerdict, explain, line_of
-from dure.launch.hangs.probe import examine, exceptions_handled
+from dure.launch.hangs.probe import ask_how_they_end, examine
 from dure.launch.hangs.rank_state import RankState
 from dure.launch.hangs.watchdog import LEAST_SECONDS, UNKNOWN_SECONDS, HangPolicy, Watchdog
 from dure.launch.rounds.node_hang_survey import HangSurvey
@@ -88,11 +88,11 @@ def _is_cause_worth_waiting_for(launch: Launch) -> bool:
 def _look_for_the_cause(workers: list[Worker], memory: SurvivingMemory) -> None:
     """Note where the last ranks are if the others have only lost them: they may be cleaning up after an error."""
     ends = [worker.end for worker in workers if worker.end is not None]
-    if len(ends) == len(workers) or not is_cause_missing(ends):
+    if len(ends) == len(workers) or not may_follow_another(ends):
         return
-    handled = exceptions_handled(workers)
+    ask_how_they_end(workers)
     for worker, state in zip(workers, examine(workers, memory.heartbeats), strict=True):
-        worker.last_line, worker.handled = line_of(state), handled.get(worker.rank)
+        worker.last_line = line_of(state)
 
 
 def _pass_on_earlier_signals(launch: Launch, workers: list[Worker], received: list[int]) -> None:

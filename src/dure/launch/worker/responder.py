@@ -28,8 +28,8 @@ STACKS_SIGNAL = signal.SIGRTMIN + 7 if hasattr(signal, "SIGRTMIN") else None
 MOST_COLLECTIVES = 64
 """Maximum number of reported collectives: no person would read more, and a rank that waits makes no more calls."""
 
-STATE, COUNT, HANDLED = "state", "count", "handled"
-"""Requests to a rank: its whole state, the number of its process-group calls, or the exception that it handles."""
+STATE, COUNT, ENDING = "state", "count", "ending"
+"""Requests to a rank: its whole state, the number of its process-group calls, or how far it has come in ending."""
 
 LENGTH = struct.Struct("<I")
 _QUESTIONS_BYTES = 4096
@@ -91,7 +91,7 @@ def _answer(questions: socket.socket, main: int) -> None:
 def _reply(what: str, main: int) -> dict[str, Any]:
     if what == STATE:
         return _own_state(main)
-    return {"handled": _handled(main)} if what == HANDLED else {"calls": _calls_made()}
+    return {"handled": _handled(main), "left_group_at": _left()} if what == ENDING else {"calls": _calls_made()}
 
 
 def _own_state(main: int) -> dict[str, Any]:
@@ -129,6 +129,11 @@ def _handled(main: int) -> str | None:
     found: Any = sys._current_exceptions().get(main)
     error = found[1] if isinstance(found, tuple) else found  # a tuple before Python 3.12
     return None if report is None or error is None else report.handled_in_brief(error)
+
+
+def _left() -> float | None:
+    compat = sys.modules.get("dure.torchcompat")
+    return None if compat is None else compat.left_group_at()
 
 
 def _calls_made() -> int:

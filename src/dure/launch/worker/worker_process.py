@@ -48,6 +48,7 @@ class Worker:
     was_held: bool = False
     last_line: str | None = None
     handled: str | None = None
+    left_group_at: float | None = None
     was_asked_to_stop: bool = False
 
     def __post_init__(self) -> None:
@@ -77,6 +78,7 @@ class Worker:
                 was_held=self.was_held,
                 last_line=self.last_line,
                 handled=self.handled,
+                left_group_at=self.left_group_at,
                 failure=failure,
                 departure=departure,
                 is_tolerated=self.is_expendable and was_killed and self.has_begun(),

@@ -411,6 +411,7 @@ def store_at(host: str, port: int, timeout: timedelta) -> dist.TCPStore:
 
 
 _left_group_at: float | None = None
+_calls_when_left = -1
 
 
 def left_group_at() -> float | None:
@@ -419,6 +420,11 @@ def left_group_at() -> float | None:
     Only a process that has called `meet_at_served_store` knows it.
     """
     return _left_group_at
+
+
+def calls_made_in_last_group() -> int:
+    """Return what `calls_made` does, and after this process has left the group of all ranks, what it did then."""
+    return calls_made() if dist.is_initialized() else _calls_when_left
 
 
 def meet_at_served_store(host: str, port: int) -> None:
@@ -448,9 +454,9 @@ def meet_at_served_store(host: str, port: int) -> None:
         return dist.PrefixStore(f"group_{num_formed}", store) if num_formed else store
 
     def count_and_set_default(group: Any) -> None:
-        global _left_group_at
+        global _left_group_at, _calls_when_left
         nonlocal num_formed, is_served
-        _left_group_at = time.time() if group is None else None
+        _left_group_at, _calls_when_left = time.time() if group is None else None, calls_made()
         num_formed += is_served and group is not None
         is_served = False
         set_default(group)

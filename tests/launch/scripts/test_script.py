@@ -169,6 +169,38 @@ def test_script_when_only_a_wait_noticed_a_forgotten_loss_then_the_rank_that_lef
     assert "and rank 0 ended with exit code 1: failed" in run.err
 
 
+MEETS_LATE = """
+import datetime
+import time
+
+import torch
+import torch.distributed as dist
+
+dist.init_process_group("gloo")
+meeting, rank = dist.new_group(timeout=datetime.timedelta(seconds=0.5)), dist.get_rank()
+time.sleep(1.2 * rank)
+try:
+    dist.barrier(group=meeting)
+except RuntimeError:
+    print("not all are here yet")
+try:
+    for step in range(3):
+        dist.all_reduce(torch.ones(1))
+        if step == 1 and rank == 0:
+            raise ValueError("on purpose")
+finally:
+    dist.destroy_process_group()
+    time.sleep(0.5 * (1 - rank))
+"""
+
+
+def test_script_when_calls_have_succeeded_since_it_lost_a_rank_then_its_error_is_its_own(prewarmed, tmp_path):
+    (tmp_path / "meets.py").write_text(MEETS_LATE)
+    run = forked(prewarmed, tmp_path, "--nproc=2", "meets.py")
+    assert "not all are here yet" in run.out
+    assert "dure: rank 0 failed: ValueError: on purpose" in run.err
+
+
 GOES_ON = """
 import threading, time
 

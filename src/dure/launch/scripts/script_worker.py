@@ -148,14 +148,18 @@ class _Losses:
         self._pid = os.getpid()
         self._before: list[set[int]] = []
         """Identities of the errors that were being handled at each loss. They came first, and are no consequence."""
+        self._calls = -1
+        """Number of calls, including the one that failed last."""
         self._is_over = False
 
     def note(self, error: BaseException) -> None:
         """Note an error of a collective if it reports a lost rank."""
         from dure.failures.report import contexts, is_due_to_lost_peer, leave_loss
+        from dure.torchcompat import calls_made_in_last_group
 
         if os.getpid() == self._pid and not self._is_over and is_due_to_lost_peer(error):
             self._before.append({id(one) for one in contexts(error)})
+            self._calls = calls_made_in_last_group()
             leave_loss(error, self._report_fd)
 
     def overcome(self) -> None:
@@ -169,9 +173,16 @@ class _Losses:
     def explain(self, error: BaseException) -> bool:
         """Return whether an error with which the script ends may be a consequence of a loss.
 
+        It is none if later calls have succeeded: a barrier of another group may time out, and training go on.
         Threads that go on change no report from now on.
         """
         self._is_over = True
+        if not self._before:
+            return False
+        from dure.torchcompat import calls_made_in_last_group
+
+        if calls_made_in_last_group() > self._calls >= 0:
+            return False
         return any(id(error) not in before for before in self._before)
 
 

@@ -278,6 +278,22 @@ def test_failure_when_an_error_was_raised_from_itself_then_it_is_reported():
     assert (failure.message, failure.is_consequence) == ("the step failed", False)
 
 
+def test_failure_when_errors_were_being_handled_then_the_first_ones_are_told_unless_they_are_hidden():
+    def fail(depth=0, hidden=False):
+        try:
+            if depth == 3:
+                raise KeyError("first")
+            fail(depth + 1)
+        except Exception:
+            if hidden:
+                raise ValueError(depth) from None
+            raise ValueError(depth)  # noqa: B904
+
+    kinds = [one.partition(" (")[0] for one in caught(fail).handled]
+    assert kinds == ["ValueError: 2", "ValueError: 3", "KeyError: 'first'"]
+    assert caught(lambda: fail(hidden=True)).handled == ()
+
+
 def test_failure_when_an_error_was_raised_from_a_lost_peers_then_it_is_a_consequence():
     def step():
         try:

@@ -244,6 +244,18 @@ def test_verdict_when_a_rank_was_ended_that_had_left_the_others_then_it_did_not_
     assert judge(tmp_path, [end(0, 1, 1.0, **LOST), later], is_script=True).text.startswith("rank 0 failed")
 
 
+def test_verdict_when_a_rank_failed_while_it_handled_an_error_then_that_is_told_too(tmp_path):
+    handled = ("ValueError: no\ndure: data (train.py:5)", "KeyError: 'x' (train.py:4)")
+    failed = end(1, 1, message="bad", handled=handled)
+    told = (
+        "\n  while it handled ValueError: no\n  dure: data (train.py:5)\n  while it handled KeyError: 'x' (train.py:4)"
+    )
+    assert told in judge(tmp_path, [end(0, 1, **LOST), failed]).text
+    assert end_from_json(end_to_json(failed), "node 1", 0.0).failure.handled == handled
+    left = replace(end(1, 1), departure=Departure(message=None, user_line=None, handled=handled))
+    assert told in judge(tmp_path, [end(0, 1, **LOST), left], is_script=True).text
+
+
 def test_end_when_a_peers_failure_is_none_then_it_is_refused():
     sent = end_to_json(end(1, 1, message="seen"))
     assert end_from_json(sent, "node 1", 2.0).failure == failure_of(1, time=2.0, message="seen")

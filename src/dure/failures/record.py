@@ -71,6 +71,8 @@ class FailureRecord:
     user_traceback: Text | None
     """Traceback through the user's code; None if it is a single line."""
     traceback: Text
+    handled: tuple[Text, ...] = ()
+    """Exceptions that were being handled when it was raised, in brief, the last first: they may say the real reason."""
     collective: Text | None = None
     """Collective that a script's rank was in, or was in last; None if unknown, and for a task's rank."""
     left_group_at: Time | None = None
@@ -96,6 +98,8 @@ class Departure:
     """True if the script called it because it had lost another rank."""
     time: Time | None = None
     """Time of the call; None if it is unknown."""
+    handled: tuple[Text, ...] = ()
+    """Exceptions that were being handled when it was called, in brief, the last first."""
     left_group_at: Time | None = None
     """Time at which it had left the group of all ranks; None if it had not."""
 

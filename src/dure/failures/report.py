@@ -10,6 +10,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
+from itertools import islice
 from typing import Any, Literal
 
 import torch
@@ -79,6 +80,10 @@ _OUT_OF_MEMORY = (
 _NO_GRADIENT = "does not require grad and does not have a grad_fn"
 _MOST_TEXT = 2**16
 """Maximum characters of a message or a traceback: the record must fit where the supervisor reads it."""
+_MOST_HANDLED, _MOST_BEFORE = 3, 100
+"""Maximum of exceptions that are told for being handled when another was raised, and of those among which the first are
+looked for, as they say most.
+"""
 _MOST_BRIEF = 500
 """Maximum characters of a message where one line has to do."""
 _GRADIENT_ADVICE = (
@@ -147,6 +152,7 @@ def describe_failure(
         user_line=line,
         user_traceback=None if shown is None else _shortened(shown),
         traceback=_shortened(format_error(error)),
+        handled=_handled_before(error),
         left_group_at=left_group_at(),
     )
 
@@ -199,6 +205,7 @@ def leave_departure(
         may_follow_signal=may_follow_signal,
         is_consequence=has_lost_peer or is_due_to_lost_peer(leave),
         time=time.time(),
+        handled=_handled_before(leave),
         left_group_at=left_group_at(),
     )
     _write_report(report_fd, {DEPARTURE: asdict(departure)})
@@ -243,6 +250,20 @@ def handled_in_brief(error: BaseException) -> str | None:
     kind, message, _ = _worded(error)
     first = message.partition("\n")[0][:_MOST_BRIEF]
     return f"{kind}{first and ': '}{first} ({line.place})"
+
+
+def _handled_before(error: BaseException) -> tuple[str, ...]:
+    """Return the exceptions from which an exception was raised, or that were being handled then, the last first.
+
+    Those that its code hides (`from None`) are left out, and so are reports of lost ranks.
+    """
+
+    def before_of(one: BaseException) -> BaseException | None:
+        return one.__cause__ or (None if one.__suppress_context__ else one.__context__)
+
+    before = list(islice(_chain(error, before_of), 1, _MOST_BEFORE))
+    told = (brief for one in reversed(before) if (brief := handled_in_brief(one)) is not None)
+    return tuple(islice(told, _MOST_HANDLED))[::-1]
 
 
 def is_peer_lost(error: BaseException) -> bool:

@@ -287,6 +287,7 @@ def _failure_text(end: WorkerEnd, failure: FailureRecord, num_ranks: int, run: P
         text += f"\n  {failure.user_line}"
     if failure.user_traceback:
         text += f"\n  {_set_in(shortened(failure.user_traceback, _MOST_TRACEBACK_LINES, _MOST_COLUMNS))}"
+    text += _handled(failure)
     record = run / failure_file(failure.rank)
     if message != failure.message:
         text += f"\n  the message is shortened here: {record} has more of it"
@@ -367,7 +368,13 @@ def _left(end: WorkerEnd, who: str) -> str:
     if end.departure.message:
         text += f": {_set_in(_brief(end.departure.message))}"
     line = end.departure.user_line
-    return text if line is None else f"{text}\n  {line}"
+    where = "" if line is None else f"\n  {line}"
+    return f"{text}{where}{_handled(end.departure)}"
+
+
+def _handled(report: FailureRecord | Departure) -> str:
+    """Return a line for each exception that a rank was handling when it failed: it may say the real reason."""
+    return "".join(f"\n  while it handled {_set_in(_brief(one))}" for one in report.handled)
 
 
 def _at(line: str | None) -> str:

@@ -256,6 +256,16 @@ def test_verdict_when_a_rank_failed_while_it_handled_an_error_then_that_is_told_
     assert told in judge(tmp_path, [end(0, 1, **LOST), left], is_script=True).text
 
 
+def test_verdict_when_a_rank_failed_after_it_lost_one_that_said_nothing_then_its_error_is_told(tmp_path):
+    failed = end(0, 1, 1.0, is_consequence=True, is_after_loss=True, type="KeyError", message="'val'")
+    text = judge(tmp_path, [failed, end(1, 0, 0.5)], is_script=True).text
+    assert text.startswith("rank 1 ended with exit code 0, and the others lost it")
+    assert "\n  rank 0 had lost it before it failed: KeyError: 'val'" in text
+    assert "consequence" not in text
+    text = judge(tmp_path, [failed, end(1, 1, 0.5, message="cause")], is_script=True).text
+    assert "rank 0 ended as a consequence" in text
+
+
 def test_end_when_a_peers_failure_is_none_then_it_is_refused():
     sent = end_to_json(end(1, 1, message="seen"))
     assert end_from_json(sent, "node 1", 2.0).failure == failure_of(1, time=2.0, message="seen")

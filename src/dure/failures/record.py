@@ -71,6 +71,8 @@ class FailureRecord:
     user_traceback: Text | None
     """Traceback through the user's code; None if it is a single line."""
     traceback: Text
+    is_after_loss: Flag = False
+    """True if it may be a consequence only because the script had lost another rank before: it says nothing of that."""
     handled: tuple[Text, ...] = ()
     """Exceptions that were being handled when it was raised, in brief, the last first: they may say the real reason."""
     collective: Text | None = None

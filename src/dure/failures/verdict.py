@@ -140,7 +140,14 @@ def judge(
     ]
     gone = [end for end in others if _has_left_before(end, ends)]
     lines += [f"  rank {end.rank} had left the process group before, and was ended{_at(end.last_line)}" for end in gone]
-    followed = [end for end in others if end not in same and end not in own and end not in gone]
+    # the error of a rank that had overcome the loss of one that said nothing may be the reason itself
+    later = [end for end in others if failure is None and _is_after_loss(failures[end.rank])]
+    lines += [
+        f"  rank {end.rank} had lost it before it failed: {failure_in_brief(found)}"
+        for end in later
+        if (found := failures[end.rank]) is not None
+    ]
+    followed = [end for end in others if all(end not in told for told in (same, own, gone, later))]
     if len(ends) > 1 and followed and not (failure and failure.is_misuse):
         ranks = ", ".join(str(end.rank) for end in sorted(followed, key=lambda end: end.rank))
         lines.append(f"  rank {ranks} ended as a consequence; see logs/ in {run}")
@@ -160,6 +167,10 @@ def _is_same(end: WorkerEnd, failure: FailureRecord | None, first: WorkerEnd, ca
         (one.exit_code, one.departure and (one.departure.message, one.departure.user_line)) for one in (end, first)
     )
     return how == of_first and not end.departure.is_consequence
+
+
+def _is_after_loss(failure: FailureRecord | None) -> bool:
+    return failure is not None and failure.is_after_loss
 
 
 def _has_own_cause(end: WorkerEnd, failure: FailureRecord | None) -> bool:
@@ -399,7 +410,7 @@ def _waits(first: WorkerEnd, others: list[WorkerEnd], failures: Mapping[int, Fai
     """Yield what the others were waiting in for a rank that left no report."""
     for end in sorted(others, key=lambda end: end.rank):
         failure = failures[end.rank]
-        if failure is not None and failure.collective:
+        if failure is not None and failure.collective and not failure.is_after_loss:
             line = failure.user_line
             where = "" if line is None else f" at {line.place} in {line.function}"
             yield f"  rank {end.rank} was in {failure.collective}{where}"

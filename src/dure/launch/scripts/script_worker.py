@@ -311,8 +311,13 @@ def _fail(error: BaseException, place: Place, step: int, *, may_be_signal: bool,
 
     def describe(ask_driver: "AskDriver | None") -> "FailureRecord":
         failure = describe_failure(error, place.rank.rank, step, ask_driver=ask_driver)
-        is_consequence = failure.is_consequence or has_lost_peer
-        return replace(failure, user_traceback=None, collective=collective, is_consequence=is_consequence)
+        return replace(
+            failure,
+            user_traceback=None,
+            collective=collective,
+            is_consequence=failure.is_consequence or has_lost_peer,
+            is_after_loss=has_lost_peer and not failure.is_consequence,
+        )
 
     write_failure_report(describe, place.report_fd)
     return code

@@ -240,12 +240,6 @@ def _has_timed_out(failure: FailureRecord | None) -> bool:
     return failure is not None and _TIMEOUT.search(failure.message) is not None
 
 
-def is_cause_missing(ends: list[WorkerEnd]) -> bool:
-    """Return whether ranks failed and all of them only report that they lost others."""
-    failed = _failed(ends)
-    return bool(failed) and all(_is_consequence(end, end.failure) for end in failed)
-
-
 def may_follow_another(ends: list[WorkerEnd]) -> bool:
     """Return whether all ranks that failed lost others, or may have, having left them before they reported errors."""
     failed = _failed(ends)

@@ -159,13 +159,16 @@ def test_script_when_a_rank_forgets_that_it_lost_another_then_it_is_not_blamed(l
     assert "rank 0 ended as a consequence" in run.err
 
 
-def test_script_when_only_a_wait_noticed_a_forgotten_loss_then_the_rank_that_left_first_is_named(prewarmed, tmp_path):
+@pytest.mark.parametrize("restarts", [0, 1])
+def test_script_when_only_a_wait_noticed_a_forgotten_loss_then_the_rank_that_left_first_is_named(
+    restarts, prewarmed, tmp_path
+):
     call = "dist.all_reduce(torch.ones(1))"
     script = FORGETS.format(line="raise SystemExit('failed')").replace(call, f"{call[:-1]}, async_op=True).wait()")
-    (tmp_path / "forgetful.py").write_text(script)
-    run = forked(prewarmed, tmp_path, "--nproc=2", "forgetful.py")
+    (tmp_path / "forgetful.py").write_text(script.replace("0.5 *", "0.8 *"))
+    run = forked(prewarmed, tmp_path, "--nproc=2", f"--max-restarts={restarts}", "forgetful.py")
     assert run.code == 1
-    assert "dure: rank 1 failed: OSError: on purpose" in run.err
+    assert run.err.count("dure: rank 1 failed: OSError: on purpose") == 1 + restarts
     assert "and rank 0 ended with exit code 1: failed" in run.err
 
 

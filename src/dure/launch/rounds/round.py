@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from contextlib import AbstractContextManager, ExitStack, closing, nullcontext
 
 from dure.errors import EnvironmentLacks
-from dure.failures.verdict import STOP_ENDS, WorkerEnd, is_cause_missing, may_follow_another, stop_signal
+from dure.failures.verdict import STOP_ENDS, WorkerEnd, may_follow_another, stop_signal
 from dure.launch.hangs.call_counts import CallCounts
 from dure.launch.hangs.diagnosis import HangVerdict, explain, line_of
 from dure.launch.hangs.probe import ask_how_they_end, examine
@@ -332,7 +332,7 @@ def ending_of(ends: list[WorkerEnd]) -> str | None:
 def _grace(ending: str | None, launch: Launch, ends: Sequence[WorkerEnd] = ()) -> float | None:
     """Return the grace time of the other ranks in seconds; None for no limit."""
     if ending == "failed":
-        if not launch.restarts.most or (launch.restarts.after_any and is_cause_missing([*ends])):
+        if not launch.restarts.most or (launch.restarts.after_any and may_follow_another([*ends])):
             return _FAILURE_GRACE_SECONDS
         was_killed = any(end.failure is None and end.exit_code < 0 and end.exit_code not in STOP_ENDS for end in ends)
         return 0.0 if was_killed else _RESTART_GRACE_SECONDS

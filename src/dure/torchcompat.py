@@ -456,7 +456,9 @@ def meet_at_served_store(host: str, port: int) -> None:
     def count_and_set_default(group: Any) -> None:
         global _left_group_at, _calls_when_left
         nonlocal num_formed, is_served
-        _left_group_at, _calls_when_left = time.time() if group is None else None, calls_made()
+        _left_group_at = time.time() if group is None else None
+        with suppress(Exception):  # a group written in Python may raise anything
+            _calls_when_left = calls_made()
         num_formed += is_served and group is not None
         is_served = False
         set_default(group)

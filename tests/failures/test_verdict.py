@@ -260,7 +260,7 @@ def test_verdict_when_a_rank_failed_after_it_lost_one_that_said_nothing_then_its
     failed = end(0, 1, 1.0, is_consequence=True, is_after_loss=True, type="KeyError", message="'val'")
     text = judge(tmp_path, [failed, end(1, 0, 0.5)], is_script=True).text
     assert text.startswith("rank 1 ended with exit code 0, and the others lost it")
-    assert "\n  rank 0 had lost it before it failed: KeyError: 'val'" in text
+    assert "\n  rank 0 failed after it had lost another: KeyError: 'val'" in text
     assert "consequence" not in text
     text = judge(tmp_path, [failed, end(1, 1, 0.5, message="cause")], is_script=True).text
     assert "rank 0 ended as a consequence" in text

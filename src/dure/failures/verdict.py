@@ -141,13 +141,15 @@ def judge(
     gone = [end for end in others if _has_left_before(end, ends)]
     lines += [f"  rank {end.rank} had left the process group before, and was ended{_at(end.last_line)}" for end in gone]
     # the error of a rank that had overcome the loss of one that said nothing may be the reason itself
-    later = [end for end in others if failure is None and _is_after_loss(failures[end.rank])]
+    late = {
+        end.rank: found
+        for end in others
+        if failure is None and (found := failures[end.rank]) is not None and found.is_after_loss
+    }
     lines += [
-        f"  rank {end.rank} had lost it before it failed: {failure_in_brief(found)}"
-        for end in later
-        if (found := failures[end.rank]) is not None
+        f"  rank {rank} failed after it had lost another: {failure_in_brief(late[rank])}" for rank in sorted(late)
     ]
-    followed = [end for end in others if all(end not in told for told in (same, own, gone, later))]
+    followed = [end for end in others if end.rank not in late and all(end not in told for told in (same, own, gone))]
     if len(ends) > 1 and followed and not (failure and failure.is_misuse):
         ranks = ", ".join(str(end.rank) for end in sorted(followed, key=lambda end: end.rank))
         lines.append(f"  rank {ranks} ended as a consequence; see logs/ in {run}")
@@ -167,10 +169,6 @@ def _is_same(end: WorkerEnd, failure: FailureRecord | None, first: WorkerEnd, ca
         (one.exit_code, one.departure and (one.departure.message, one.departure.user_line)) for one in (end, first)
     )
     return how == of_first and not end.departure.is_consequence
-
-
-def _is_after_loss(failure: FailureRecord | None) -> bool:
-    return failure is not None and failure.is_after_loss
 
 
 def _has_own_cause(end: WorkerEnd, failure: FailureRecord | None) -> bool:

@@ -3,8 +3,8 @@
 Weights against a loop by hand on the GPU: one rank on NCCL, two gloo ranks that share the GPU, two replicas in one
 process; every strategy, undisturbed and with a rank killed; convolutions; bf16 and fp16. These parts run side by side.
 Then, each alone: `resnet50_gpu.py`, `transformer_gpu.py`, peak memory, and a model of 1.3 billion parameters with and
-without snapshots and with a rank killed; all but this last part took six minutes and a half on an H100, with
-`--rounds 6`. `--only NAME` runs one part, `--matching TEXT` some checks of it. Writes gpu_check.md and .json to
+without snapshots and with a rank killed. With `--rounds 6` all but this last part took seven minutes on an H200, and
+this one three. `--only NAME` runs one part, `--matching TEXT` some checks of it. Writes gpu_check.md and .json to
 benchmarks/results, or to $OUT. Exits 0 when all holds, 1 when something does not, 3 where there is no CUDA device.
 """
 

@@ -73,6 +73,31 @@ def traits_of(loss=plain, layer=None, task=None, x=X, fetch=None, **options):
     return inspection_of(lambda model, x: loss(model, x, task), model, own_fetch, task, **options).traits(len(x))
 
 
+def limited(loss, num_samples):
+    """Return a loss for which there is memory for so many samples at once."""
+
+    def limited_loss(model, x, task):
+        if len(x) > num_samples:
+            raise torch.OutOfMemoryError("no memory for so many")
+        return loss(model, x, task)
+
+    return limited_loss
+
+
+@pytest.mark.parametrize("num_samples", [2, 3, 4, 6])
+def test_loss_without_memory_for_a_group_is_tried_on_as_many_samples_as_training_has_at_once(num_samples):
+    settings = {"most_at_once": 2, "layer": Batchwise()}
+    found = traits_of(limited(plain, num_samples), **settings)
+    assert (found.reason_unknown, found.model_not_additive) == (None, True)
+    assert traits_of(limited(plain, num_samples), most_at_once=2) == traits_of(plain)
+
+
+def test_loss_without_memory_for_one_step_is_unknown():
+    found = traits_of(limited(plain, 2), most_at_once=8)
+    assert found.reason_unknown == "the loss failed with OutOfMemoryError when it was tried"
+    assert traits_of(limited(plain, 1), most_at_once=1).reason_unknown is not None
+
+
 def test_inspection_does_not_let_cudnn_time_algorithms_for_its_batches(monkeypatch):
     monkeypatch.setattr(torch.backends.cudnn, "benchmark", True)
     seen = set()

@@ -8,6 +8,8 @@ from dataclasses import dataclass
 class FirstLoss:
     """Loss of the first samples on one rank, as JSON values; None if not finite or if it could not be computed."""
 
+    num_samples: int = 0
+    """Number of samples, of which a rank with less memory takes fewer."""
     value: float | None = None
     """Sum over the samples, computed from one fixed state of the random number generators."""
     gradient: float | None = None
@@ -42,6 +44,7 @@ def difference_of_worlds(here: FirstLoss, in_one_process: FirstLoss) -> str | No
 def _difference(one: FirstLoss, other: FirstLoss, where: str, elsewhere: str) -> str | None:
     for name, what, factor in (("value", "it", 1), ("gradient", "the norm of its gradient", 10)):
         a, b = getattr(one, name), getattr(other, name)
-        if a is not None and b is not None and abs(a - b) > factor * one.tolerance * max(abs(a), abs(b)):
+        is_comparable = a is not None and b is not None and one.num_samples == other.num_samples
+        if is_comparable and abs(a - b) > factor * one.tolerance * max(abs(a), abs(b)):
             return f"{what} is {a:.6g} {where} and {b:.6g} {elsewhere} for the same samples"
     return None

@@ -57,6 +57,10 @@ class CallSummary(NamedTuple):
     """Loss and norms of its gradients."""
 
 
+class _NeedsFewer(Exception):
+    """Exception after which the loss is called on fewer samples."""
+
+
 class LossInspection:
     """Inspection of a task's loss by calls on its first samples."""
 
@@ -83,6 +87,8 @@ class LossInspection:
         self._whole_batch = WholeBatch(additivity, parts)
         self._divided_model = DividedModel(additivity, model_parts)
         self._is_alone = is_alone
+        self._most = NUM_SAMPLES
+        """Number of samples of a group; fewer if there is no memory for so many at once."""
         self.first_loss = FirstLoss()
         """Result of the first call."""
 
@@ -97,10 +103,24 @@ class LossInspection:
                 return self._traits(num_samples)
         except CollectiveCalled as called:
             return LossTraits(reason_unknown="the loss calls other ranks", collective=called.name)
+        except _NeedsFewer:
+            pass  # its frames hold memory until here
+        return self.traits(num_samples)
+
+    def _take_fewer_after(self, error: Exception) -> None:
+        """Begin again on fewer samples if there was no memory for as many, and training has fewer at once.
+
+        Raises:
+            _NeedsFewer: The loss is to be called on fewer samples.
+        """
+        fewer = max(2, self._additivity.most_at_once)
+        if isinstance(error, MemoryError | torch.OutOfMemoryError) and fewer < self._most:
+            self._most = fewer
+            raise _NeedsFewer
 
     def _traits(self, num_samples: int) -> LossTraits:
         started = time.monotonic()
-        few = min(num_samples, NUM_SAMPLES)
+        few = min(num_samples, self._most)
         half = _num_first(few)
         if opaque := self._opaque():
             return LossTraits(reason_unknown=f"{opaque[0]} is an iterator, whose position could not be put back")
@@ -108,6 +128,7 @@ class LossInspection:
             with entered_autocasts() as autocasts:
                 first = self._first(range(half))
         except Exception as error:
+            self._take_fewer_after(error)
             why = f"the loss failed with {type(error).__name__} when it was tried"
             return LossTraits(reason_unknown=why, has_failed=True)
         self.first_loss = self._first_loss(first)
@@ -126,7 +147,8 @@ class LossInspection:
             not_additive = self._additivity.difference_of(tried) if len(tried) > 1 and not is_slow else None
             later = self._later(num_samples) if is_quick and self.is_divided else _Later()
             remembered = self._remembered(range(half), range(half, few), first) if few > half and not is_slow else ()
-        except Exception as error:  # more samples at once may need more memory than there is
+        except Exception as error:
+            self._take_fewer_after(error)
             fails_alone, model_fails_alone = self._failure_of_one(range(half)) if takes_several else (None, False)
             if fails_alone is not None and self._additivity.smallest_part == 1:
                 self._additivity.smallest_part = 2
@@ -230,7 +252,7 @@ class LossInspection:
         Raises:
             Exception: The loss raised it.
         """
-        places = range(_num_first(min(num_samples, NUM_SAMPLES)))
+        places = range(_num_first(min(num_samples, self._most)))
         with self._without_collectives():
             first = self._first(places)
             trial = first.trial
@@ -252,7 +274,7 @@ class LossInspection:
         """
         try:
             with self._without_collectives():
-                return self._additivity.difference_of(range(min(num_samples, NUM_SAMPLES))) if num_samples > 1 else None
+                return self._additivity.difference_of(range(min(num_samples, self._most))) if num_samples > 1 else None
         except (Exception, CollectiveCalled):
             return None  # more samples at once may need more memory than there is
 
@@ -282,7 +304,7 @@ class LossInspection:
         """
         if not self._opaque():
             with contextlib.suppress(Exception, CollectiveCalled), self._without_collectives():
-                self.first_loss = self._first_loss(self._first(range(_num_first(min(num_samples, NUM_SAMPLES)))))
+                self.first_loss = self._first_loss(self._first(range(_num_first(min(num_samples, self._most)))))
 
     def _without_collectives(self) -> AbstractContextManager[None]:
         return no_collectives() if self._is_alone else contextlib.nullcontext()
@@ -301,6 +323,7 @@ class LossInspection:
         value = first.value.total
         gradient = math.hypot(*(float(each.norm()) for each in first.gradients.values()))
         return FirstLoss(
+            num_samples=first.value.num_samples,
             value=value if math.isfinite(value) else None,
             gradient=gradient if math.isfinite(gradient) else None,
             tolerance=self._additivity.tolerance(first.value.dtype),
@@ -424,10 +447,10 @@ class LossInspection:
         """Inspect the loss again, on other samples and after several calls."""
         deadline = time.monotonic() + _LATER_SECONDS
         groups = [
-            range(begin, min(begin + NUM_SAMPLES, num_samples))
-            for begin in range(NUM_SAMPLES, NUM_SAMPLES * (1 + _LATER_GROUPS), NUM_SAMPLES)
+            range(begin, min(begin + self._most, num_samples))
+            for begin in range(self._most, self._most * (1 + _LATER_GROUPS), self._most)
             if begin + 1 < num_samples
-        ] or [range(min(num_samples, NUM_SAMPLES))]
+        ] or [range(min(num_samples, self._most))]
         batches: list[Any] = []
         found: dict[str, Any] = {}
         while len(batches) < _LATER_CALLS and time.monotonic() < deadline:

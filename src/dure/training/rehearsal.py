@@ -479,7 +479,7 @@ def _limited_embeddings(session: Session) -> dict[str, _Kept]:
 def few_evaluated(
     session: Session, loader: Loader, num_samples: int
 ) -> tuple[dict[str, Metric], dict[str, Metric], int]:
-    """Evaluate a few samples at once, and in two parts; return both results and the number of samples.
+    """Evaluate a few samples in batches of a size and of half of it; return both results and the number of samples.
 
     Args:
         session: Session with task and strategy.
@@ -487,10 +487,11 @@ def few_evaluated(
         num_samples: Number of available samples.
     """
     few = min(_NUM_SAMPLES, num_samples)
+    most = min(few, session.spec.eval_batch_size or few)  # there may be no memory for more
     with torchcompat.all_as_written():  # compiling for so few would be wasted
         at_once, in_parts = (
             evaluate(session.task, session.strategy, loader.without_workers(), num_samples=few, batch_size=size)
-            for size in (few, max(1, few // 2))
+            for size in (most, max(1, most // 2))
         )
     return at_once, in_parts, few
 

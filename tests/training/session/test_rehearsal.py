@@ -335,3 +335,18 @@ def test_rehearsal_is_no_part_of_the_time_of_the_first_epoch(tmp_path):
     evaluated = next(event for event in events if event["event"] == "evaluated")
     assert evaluated["seconds"] > 0.1
     assert evaluated["seconds_since_last"] < evaluated["seconds"] + 0.1
+
+
+class ShortOfMemory(Regression):
+    """Has memory for three samples at once in an evaluation."""
+
+    def metrics(self, model, batch):
+        if len(batch[0]) > 3:
+            raise torch.OutOfMemoryError("no memory for so many")
+        return super().metrics(model, batch)
+
+
+def test_evaluation_in_small_batches_is_rehearsed_in_small_batches(tmp_path):
+    train_case(tmp_path, ShortOfMemory(), eval_batch_size=3, samples=20, global_batch_size=10)
+    with pytest.raises(WorkerFailed, match="no memory for so many"):
+        train_case(tmp_path, ShortOfMemory(), eval_batch_size=4, samples=20, global_batch_size=10)

@@ -153,3 +153,73 @@ def test_optimiser_when_it_follows_the_task_then_it_is_refused_where_ranks_step_
     with pytest.raises(DureError, match=said) as caught:
         train_case(tmp_path, CountedForOptimizer(), strategy, 2, **STEPS)
     assert caught.value.exit_code == 2
+
+
+class Told(SGD):
+    """Steps as far as a number says that others set."""
+
+    value = 1.0
+
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            group["lr"] = 0.05 * min(2.0, self.value)
+        return super().step(closure)
+
+
+class ToldByLoss(ZooTask):
+    """Tells the optimiser the loss of each batch (Polyak's step)."""
+
+    def build_optimizer(self, model: nn.Module) -> Optimizer:
+        self.told = Told(model.parameters(), lr=0.1)
+        return self.told
+
+    def loss(self, model: nn.Module, batch: Any) -> Any:
+        loss = super().loss(model, batch)
+        if model.training:
+            self.told.value = float(loss)
+        return loss
+
+
+class ToldByHook(ZooTask):
+    """Tells the optimiser the size of the outputs, by a hook that nothing but the model holds."""
+
+    def build_optimizer(self, model: nn.Module) -> Optimizer:
+        told = Told(model.parameters(), lr=0.1)
+
+        def tell(module: nn.Module, args: Any, output: Any) -> None:
+            if module.training:
+                told.value = float(output.detach().pow(2).mean())
+
+        model.register_forward_hook(tell)
+        return told
+
+
+class ToldByCount(ZooTask):
+    """Lets the optimiser step less far with each call of the model."""
+
+    def build_optimizer(self, model: nn.Module) -> Optimizer:
+        told = Told(model.parameters(), lr=0.1)
+
+        def count(module: nn.Module, args: Any, output: Any) -> None:
+            if module.training:
+                told.value *= 0.9
+
+        model.register_forward_hook(count)
+        return told
+
+
+@pytest.mark.parametrize(
+    ("task", "strategy", "kind"),
+    [
+        (ToldByLoss, "zero1", "declared"),
+        (ToldByHook, "zero1", "declared"),
+        # the calls of a comparison during the run, which one rank makes, do not count
+        (ToldByCount, "ddp", "exact"),
+    ],
+)
+def test_optimiser_when_the_loss_sets_what_it_holds_then_this_is_state_of_the_loss(
+    task: type[ZooTask], strategy: str, kind: str, tmp_path: Path
+) -> None:
+    feature = Feature(name=task.__name__, group="", title="", task=task, declares=("state that the loss keeps",))
+    found = run_cell(feature, strategy, "straight", reference_of(feature, tmp_path), tmp_path)
+    assert found.kind == kind

@@ -121,6 +121,8 @@ class ObjectState:
         self._num_left = _MOST_OBJECTS
         self._depth = 0
         self._holder: Holder = ("", "")
+        self._hooks: list[tuple[Mapping[int, object], list[int]]] = []
+        """Dictionaries of hooks, with the ids of the hooks that they had."""
         self.owners: dict[str, Any] = {}
         """Objects whose attributes are restored one by one, by their paths: roots, modules of a model, tensors,
         functions.
@@ -158,6 +160,8 @@ class ObjectState:
         is_same = roots.keys() == self._by_name.keys() and all(
             roots[name] is each for name, each in self._by_name.items()
         )
+        # a new hook may hold objects that the walk has not seen
+        is_same = is_same and all([*map(id, hooks.values())] == before for hooks, before in self._hooks)
         return is_same and not any(place.has_changed() for place in self._places)
 
     def changed(self) -> dict[str, Any]:
@@ -304,6 +308,7 @@ class ObjectState:
             self._module(path, value)
         elif isinstance(value, Optimizer) and id(value) not in self._roots:
             self._add(optimizer_place(path, value))
+            self._attributes(path, value)
         elif isinstance(value, tuple | frozenset | list | deque | set | MutableMapping | weakref.WeakSet):
             if not isinstance(value, tuple | frozenset):
                 self._add(container_place(path, value))
@@ -472,7 +477,10 @@ class ObjectState:
                 self._walk(f"{path}.{name}", item)
         for hooks in HOOKS:
             within(hooks)
-            for number, hook in enumerate(vars(owner).get(hooks, {}).values()):
+            registered = vars(owner).get(hooks, {})
+            if isinstance(registered, dict):
+                self._hooks.append((registered, [*map(id, registered.values())]))
+            for number, hook in enumerate(registered.values()):
                 self._walk(f"{path}.{hooks}[{number}]", hook)
         self._holder = outer
 

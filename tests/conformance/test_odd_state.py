@@ -180,6 +180,19 @@ class ToldByLoss(ZooTask):
         return loss
 
 
+class ToldLate(ToldByLoss):
+    """Tells the optimiser the loss of each batch after a few batches."""
+
+    calls = 0
+
+    def loss(self, model: nn.Module, batch: Any) -> Any:
+        loss = ZooTask.loss(self, model, batch)
+        self.calls += model.training
+        if model.training and self.calls > 5:
+            self.told.value = float(loss)
+        return loss
+
+
 class ToldByHook(ZooTask):
     """Tells the optimiser the size of the outputs, by a hook that nothing but the model holds."""
 
@@ -208,11 +221,15 @@ class ToldByCount(ZooTask):
         return told
 
 
+_STATE_OF_LOSS = ("state that the loss keeps", "state that began to change later (optimizer.value)")
+
+
 @pytest.mark.parametrize(
     ("task", "strategy", "kind"),
     [
         (ToldByLoss, "zero1", "declared"),
         (ToldByHook, "zero1", "declared"),
+        (ToldLate, "fsdp", "declared"),
         # the calls of a comparison during the run, which one rank makes, do not count
         (ToldByCount, "ddp", "exact"),
     ],
@@ -220,6 +237,6 @@ class ToldByCount(ZooTask):
 def test_optimiser_when_the_loss_sets_what_it_holds_then_this_is_state_of_the_loss(
     task: type[ZooTask], strategy: str, kind: str, tmp_path: Path
 ) -> None:
-    feature = Feature(name=task.__name__, group="", title="", task=task, declares=("state that the loss keeps",))
+    feature = Feature(name=task.__name__, group="", title="", task=task, declares=_STATE_OF_LOSS)
     found = run_cell(feature, strategy, "straight", reference_of(feature, tmp_path), tmp_path)
     assert found.kind == kind

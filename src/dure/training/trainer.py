@@ -22,6 +22,7 @@ from dure.torchcompat import step_hook_registries
 from dure.training.best_metric import Best
 from dure.training.late_inspection import LateInspection
 from dure.training.loop import Boundary, StepOutcome, TrainingLoop
+from dure.training.objects.optimizer_watch import OptimizerWatch
 from dure.training.progress import Progress
 from dure.training.rehearsal import asked_schedule, is_divided_in_evaluation, kept_by_evaluation, rehearse_evaluation
 from dure.training.run_state.capture import Progression
@@ -100,6 +101,7 @@ class Trainer:
         """Plain state that changes between evaluations."""
         self._before_step: ObjectState | None = None
         self._num_watched = 0
+        self._optimizer_watch = OptimizerWatch(session.strategy.built_optimizer)
         self.microbatch_under_way: Callable[[], int | None] = lambda: None
         """Function that returns the loop's microbatch under way; None while there is no loop."""
 
@@ -187,6 +189,7 @@ class Trainer:
 
     def _before_change(self) -> float:
         """Finish pending reads of the weights before the optimiser changes them; return the seconds waited."""
+        self._optimizer_watch.compare()
         if any(self._step_hooks):
             self.replicas.note_settings()
             if self._num_watched < _WATCHED_STEPS:
@@ -196,6 +199,7 @@ class Trainer:
 
     def _steps(self) -> str:
         session, position = self.session, self.position
+        self._optimizer_watch.note()
         for boundary in self.loop.boundaries(position.samples_seen, session.total_samples, position.step):
             before = position.samples_seen
             if self._before_step is not None:
@@ -220,6 +224,7 @@ class Trainer:
                 # after all actions at this position, so that they are repeated if a rank dies during them
                 self.memory.take(self._settle)
                 self._report_not_kept()
+            self._optimizer_watch.note()
         self._settle()
         if position.samples_seen > position.evaluated_samples:
             every = self.session.spec.eval_every_epochs * self.session.order.epoch_samples
@@ -362,6 +367,9 @@ class Trainer:
         drawn = self.session.kept.generators if strategy.draws else ()  # changed by draws, which are declared
         known = (*traits.learned_state, *traits.counted_state, *set_elsewhere, *drawn)
         paths = self.session.kept.changed_since(known)
+        # a trial found it by another path, such as that of the task's attribute that holds the optimiser
+        watched = self._optimizer_watch.changed
+        paths += [f"optimizer.{name}" for name in watched if not any(path.endswith(f".{name}") for path in known)]
         return [path for path in paths if path.startswith("model.")] if strategy.is_loss_whole else paths
 
     def _kept_by_late_evaluations(self) -> list[str]:

@@ -680,6 +680,13 @@ def normed(model: nn.Module, x: Tensor) -> Tensor:
     return mean_square(model, x) + 0.01 * vector.norm() + read
 
 
+def with_vectors(model: nn.Module, x: Tensor) -> Tensor:
+    """Multiply a divided weight by a vector on its left, and on both sides as a spectral norm does."""
+    left = (x[0, 0].new_ones(len(model.fc1.weight)) @ model.fc1.weight).sum(0)
+    scale = torch.tanh(model.fc1.bias) @ model.fc1.weight @ x[0, 0]
+    return mean_square(model, x) + left.square() + scale
+
+
 def of_layers(model: nn.Module, x: Tensor) -> Tensor:
     return model.fc2(torch.tanh(model.fc1(x))).square().mean() + model.fc1(x).square().mean()
 
@@ -695,6 +702,10 @@ def functional_call(model: nn.Module, x: Tensor) -> Tensor:
 
 def test_weights_that_are_changed_in_lists_or_by_out_or_given_to_plain_tensors_are_exact():
     assert_all_exact([(Pair, lambda loss=loss: loss) for loss in (changed_together, changed_by_out, given_to_copies)])
+
+
+def test_products_of_vectors_and_divided_weights_are_exact():
+    assert_all_exact([(Pair, lambda: with_vectors)])
 
 
 @pytest.mark.slow

@@ -29,7 +29,7 @@ _OTHERS = _names("""
     to type float double half bfloat16 type_as clone detach contiguous view reshape view_as reshape_as transpose
     swapaxes swapdims permute t flatten unflatten unsqueeze squeeze expand expand_as broadcast_to movedim moveaxis
     narrow select chunk split unbind __getitem__ cat concat concatenate stack matmul mm bmm linear __matmul__
-    __rmatmul__ sum mean softmax log_softmax layer_norm rms_norm zeros_like ones_like full_like empty_like new_zeros
+    sum mean softmax log_softmax layer_norm rms_norm zeros_like ones_like full_like empty_like new_zeros
     new_ones new_full new_empty
 """)
 

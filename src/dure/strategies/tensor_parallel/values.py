@@ -356,6 +356,8 @@ def _dropout(func: Any, value: Any, p: float = 0.5, training: bool = True, inpla
 
 
 def _matmul(func: Any, one: Any, other: Any) -> Any:
+    if one.dim() == 1:
+        return _on_whole(func, one, other)  # torch computes with a row, which it removes in place: DTensor's shape keeps it
     if not _are_divided_alike([one, other]):
         return _as_divided(func, (one, other), {}, _first_divided((one, other)).device_mesh)
     return _like(func(to_local(one), to_local(other)), one)

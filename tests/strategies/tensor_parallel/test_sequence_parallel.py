@@ -122,6 +122,18 @@ class Switched(nn.Module):
         return self.second(one) * one.mean(1, keepdim=True) + one[:, :1]
 
 
+class Gated(Mixing):
+    """Weighs tokens by one number each, which it selects from a column."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate = nn.Linear(WIDTH, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        mixed = super().forward(x)
+        return mixed * self.gate(mixed).select(-1, 0).unsqueeze(-1)
+
+
 def penalised() -> Callable[[nn.Module, Tensor], Tensor]:
     def loss(model: nn.Module, x: Tensor) -> Tensor:
         x = x.clone().requires_grad_()
@@ -140,6 +152,7 @@ def test_values_divided_along_the_sequence_give_the_weights_of_one_process(num_r
         lambda: nn.Sequential(OperatorScaled(torch.ops.aten.mul.Tensor), Mixing()),
         lambda: nn.Sequential(OperatorScaled(torch.ops.aten.mul), Mixing()),
         Switched,
+        lambda: nn.Sequential(Gated(), Mixing()),
     ]
     cases = [(build, lambda: mean_square) for build in builds]
     cases.append((lambda: nn.Sequential(Mixing(dropout=0.0), Mixing(dropout=0.0)), penalised))

@@ -28,7 +28,7 @@ _OPERATORS = frozenset(
 _OTHERS = _names("""
     to type float double half bfloat16 type_as clone detach contiguous view reshape view_as reshape_as transpose
     swapaxes swapdims permute t flatten unflatten unsqueeze squeeze expand expand_as broadcast_to movedim moveaxis
-    narrow select chunk split unbind __getitem__ cat concat concatenate stack matmul mm bmm linear __matmul__
+    narrow chunk split unbind __getitem__ cat concat concatenate stack matmul mm bmm linear __matmul__
     sum mean softmax log_softmax layer_norm rms_norm zeros_like ones_like full_like empty_like new_zeros
     new_ones new_full new_empty
 """)
@@ -46,7 +46,7 @@ UNTOUCHED = _names("""
 
 MAY_VIEW = _names("""
     to type float double half bfloat16 type_as detach contiguous view reshape view_as reshape_as transpose swapaxes
-    swapdims permute t flatten unflatten unsqueeze squeeze expand expand_as broadcast_to movedim moveaxis narrow select
+    swapdims permute t flatten unflatten unsqueeze squeeze expand expand_as broadcast_to movedim moveaxis narrow
     chunk split unbind __getitem__
 """)
 """Names of those among them that may return the memory of their argument."""

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 
 import dure
 from dure.errors import WorkerFailed
@@ -157,3 +158,29 @@ def test_hook_when_it_sets_what_the_loss_of_another_rank_uses_then_rpc_model_is_
     for task in (FollowsGradient(0), FollowsGradient(6, uses_size=False)):
         one, many = (train_case(tmp_path, task, *how, **SHORT) for how in [(), ("rpc_model", 2)])
         assert largest_difference(weights_of(one), weights_of(many)) < TO_ROUNDING
+
+
+class Rolled(nn.Module):
+    """A layer with a mask on its weight that moves on with each batch, in place."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.linear = nn.Linear(width, width, bias=False)
+        self.register_buffer("mask", (torch.arange(width) % 3 > 0).float())
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.training:
+            self.mask.copy_(self.mask.roll(1))
+        return functional.linear(x, self.linear.weight * self.mask)
+
+
+class RolledInPlace(ZooTask):
+    def build_model(self) -> nn.Module:
+        model = chain()
+        return nn.Sequential(Rolled(model[0].in_features), *model).double()
+
+
+def test_buffer_that_an_earlier_microbatch_needs_when_a_stage_changes_it_in_place_then_it_is_refused(tmp_path):
+    with pytest.raises(WorkerFailed, match=r"changes 0\.mask in place, and the backward of an earlier") as caught:
+        train_case(tmp_path, RolledInPlace(), "pipeline", 2, **{**STEPS, "microbatch_size": 2})
+    assert caught.value.exit_code == 2

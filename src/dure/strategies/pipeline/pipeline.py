@@ -267,10 +267,18 @@ class Pipeline(SectionedStrategy):
         self._schedule = self._schedule_for(number)
         try:
             self._schedule.run()
-        except RuntimeError:
+        except RuntimeError as error:
             # torch replaces the exception of a stage by one of its own
             if self._failure is not None:
                 raise self._failure from None
+            traits = self.traits
+            changed = (*traits.learned_buffers, *traits.counted_buffers)
+            if changed and "modified by an inplace operation" in str(error.__cause__):
+                raise TaskInvalid(
+                    f"the model's forward changes {few(changed)} in place, and the backward of an earlier microbatch, "
+                    "which is still to come in a pipeline, needs the values from before: let forward put a new tensor "
+                    "there (self.mask = self.mask.roll(1)) or compute with a clone, or use ddp or fsdp"
+                ) from error
             raise
 
     def computed(self, function: Callable[..., Any], *args: Any) -> Any:

@@ -681,10 +681,11 @@ def normed(model: nn.Module, x: Tensor) -> Tensor:
 
 
 def with_vectors(model: nn.Module, x: Tensor) -> Tensor:
-    """Multiply a divided weight by a vector on its left, and on both sides as a spectral norm does."""
+    """Multiply a divided weight by a vector on its left, on both sides as a spectral norm does, and as a layer does."""
     left = (x[0, 0].new_ones(len(model.fc1.weight)) @ model.fc1.weight).sum(0)
     scale = torch.tanh(model.fc1.bias) @ model.fc1.weight @ x[0, 0]
-    return mean_square(model, x) + left.square() + scale
+    one = functional.linear(x[0, 0], model.fc1.weight).sum(0)
+    return mean_square(model, x) + left.square() + scale + one
 
 
 def of_layers(model: nn.Module, x: Tensor) -> Tensor:

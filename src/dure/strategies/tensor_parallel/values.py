@@ -355,12 +355,18 @@ def _dropout(func: Any, value: Any, p: float = 0.5, training: bool = True, inpla
     return value.mul_(divided) if inplace else value * divided
 
 
-def _matmul(func: Any, one: Any, other: Any) -> Any:
-    if one.dim() == 1:
-        return _on_whole(func, one, other)  # torch computes with a row, which it removes in place: DTensor's shape keeps it
-    if not _are_divided_alike([one, other]):
-        return _as_divided(func, (one, other), {}, _first_divided((one, other)).device_mesh)
-    return _like(func(to_local(one), to_local(other)), one)
+def _linear(func: Any, input: Any, weight: Any, bias: Any = None) -> Any:
+    if input.dim() == 1:
+        return _on_whole(func, input, weight, bias)  # as in a product with a vector on the left
+    return _as_divided(func, (input, weight, bias), {}, _first_divided((input, weight, bias)).device_mesh)
+
+
+def _matmul(func: Any, input: Any, other: Any) -> Any:
+    if input.dim() == 1:  # torch makes it a row, and removes that in place, which DTensor's shape does not follow
+        return _on_whole(func, input, other)
+    if not _are_divided_alike([input, other]):
+        return _as_divided(func, (input, other), {}, _first_divided((input, other)).device_mesh)
+    return _like(func(to_local(input), to_local(other)), input)
 
 
 def _attention(func: Any, query: Any, key: Any, value: Any, attn_mask: Any = None, *args: Any, **kwargs: Any) -> Any:
@@ -416,5 +422,6 @@ _HANDLERS: dict[Any, Callable[..., Any]] = {
     **dict.fromkeys((torch.cat, torch.concat, torch.concatenate), _cat),
     **dict.fromkeys((torch.matmul, Tensor.matmul, Tensor.__matmul__), _matmul),
     functional.dropout: _dropout,
+    functional.linear: _linear,
     functional.scaled_dot_product_attention: _attention,
 }

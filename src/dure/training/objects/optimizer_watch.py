@@ -9,6 +9,7 @@ from dure.strategies.state.objects.namespaces import ATOMS
 from dure.strategies.state.objects.object_state import plain_attributes
 from dure.strategies.state.tensor_shard import version_of
 
+_DEFAULTS = "defaults"
 _MOST_ITEMS = 100
 """Maximum number of items of a container that are compared one by one."""
 
@@ -16,12 +17,14 @@ _MOST_ITEMS = 100
 class OptimizerWatch:
     """Attributes of an optimiser that change between two of its steps, as when the loss tells it its value.
 
-    Numbers are compared, and of tensors their versions, which takes microseconds and no memory.
+    Numbers are compared, and of tensors their versions, which takes no memory; most optimisers have neither, and are
+    compared in two microseconds.
     """
 
     def __init__(self, optimizer: Optimizer) -> None:
         """Start without anything to compare with."""
         self._optimizer = optimizer
+        self._left_out = (vars(optimizer).keys() - plain_attributes(optimizer).keys()) | {_DEFAULTS}
         self._before: dict[str, Any] | None = None
         self.changed: dict[str, None] = {}
         """Names of the attributes that have changed."""
@@ -38,7 +41,11 @@ class OptimizerWatch:
         self.changed |= {name: None for name in {**before, **now} if before.get(name) != now.get(name)}
 
     def _now(self) -> dict[str, Any]:
-        return {name: _shown(value) for name, value in plain_attributes(self._optimizer).items()}
+        shown: dict[str, Any] = {_DEFAULTS: [*map(id, self._optimizer.defaults.values())]}
+        if vars(self._optimizer).keys() <= self._left_out:
+            return shown
+        own = plain_attributes(self._optimizer)
+        return shown | {name: _shown(value) for name, value in own.items() if name not in self._left_out}
 
 
 def _shown(value: Any, levels: int = 2) -> Any:

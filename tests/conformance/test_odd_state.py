@@ -196,29 +196,20 @@ class ToldLate(ToldByLoss):
 class ToldByHook(ZooTask):
     """Tells the optimiser the size of the outputs, by a hook that nothing but the model holds."""
 
+    def tell(self, told: Told, output: Tensor) -> None:
+        told.value = float(output.detach().pow(2).mean())
+
     def build_optimizer(self, model: nn.Module) -> Optimizer:
-        told = Told(model.parameters(), lr=0.1)
-
-        def tell(module: nn.Module, args: Any, output: Any) -> None:
-            if module.training:
-                told.value = float(output.detach().pow(2).mean())
-
-        model.register_forward_hook(tell)
+        told, tell = Told(model.parameters(), lr=0.1), type(self).tell
+        model.register_forward_hook(lambda module, args, output: tell(self, told, output) if module.training else None)
         return told
 
 
-class ToldByCount(ZooTask):
+class ToldByCount(ToldByHook):
     """Lets the optimiser step less far with each call of the model."""
 
-    def build_optimizer(self, model: nn.Module) -> Optimizer:
-        told = Told(model.parameters(), lr=0.1)
-
-        def count(module: nn.Module, args: Any, output: Any) -> None:
-            if module.training:
-                told.value *= 0.9
-
-        model.register_forward_hook(count)
-        return told
+    def tell(self, told: Told, output: Tensor) -> None:
+        told.value *= 0.9
 
 
 _STATE_OF_LOSS = ("state that the loss keeps", "state that began to change later (optimizer.value)")

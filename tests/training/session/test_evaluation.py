@@ -180,7 +180,7 @@ def test_metric_whose_count_is_of_batches_is_refused_before_training(tmp_path):
             x, y, _ = batch
             return {"acc": dure.Sum((model(x) - y).abs().sum(), 1)}
 
-    with pytest.raises(WorkerFailed, match=r"metric acc counts 1 over 8 samples at once and 2 over the same") as caught:
+    with pytest.raises(WorkerFailed, match=r"metric acc counts 1 over 8 samples and 2 over the same") as caught:
         train_case(tmp_path, Miscounted(), global_batch_size=4, samples=8)
     assert caught.value.exit_code == 2
     assert not list(tmp_path.glob("*-single*"))

@@ -110,9 +110,7 @@ def test_run_when_totals_add_up_and_counts_do_not_then_the_metric_is_refused(tmp
         "eval_data": lambda self: ROWS,
         "metrics": lambda self, model, batch: {"acc": dure.Sum(len(batch[0]), 1)},
     }
-    with pytest.raises(
-        WorkerFailed, match=r"metric acc counts 1 over \d samples at once and 2 over the same"
-    ) as caught:
+    with pytest.raises(WorkerFailed, match=r"metric acc counts 1 over \d samples and 2 over the same") as caught:
         train(type("T", (Small,), methods), tmp_path)
     assert caught.value.exit_code == 2
 

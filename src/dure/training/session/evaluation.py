@@ -136,8 +136,8 @@ def check_counts(at_once: Mapping[str, Metric], in_parts: Mapping[str, Metric], 
     """Refuse a metric whose totals add up over batches while its counts do not, which gives no meaningful mean.
 
     Args:
-        at_once: Metrics of some samples, evaluated as one batch.
-        in_parts: Metrics of the same samples, evaluated as several batches.
+        at_once: Metrics of some samples.
+        in_parts: Metrics of the same samples, evaluated in smaller batches.
         num_samples: Number of these samples.
 
     Raises:
@@ -149,8 +149,8 @@ def check_counts(at_once: Mapping[str, Metric], in_parts: Mapping[str, Metric], 
         is_total_additive = totals[0] != 0 and math.isclose(*totals, rel_tol=1e-3)
         if name != "loss" and is_total_additive and not math.isclose(parts.count, metric.count, rel_tol=1e-5):
             raise TaskInvalid(
-                f"the task's metric {name} counts {metric.count:g} over {num_samples} samples at once and "
-                f"{parts.count:g} over the same in two batches: a dure.Sum is a total over items and the number of "
+                f"the task's metric {name} counts {metric.count:g} over {num_samples} samples and "
+                f"{parts.count:g} over the same in smaller batches: a dure.Sum is a total over items and the number of "
                 "these items, such as dure.Sum(is_correct.sum(), len(is_correct))"
             )
 

@@ -1,9 +1,9 @@
 """Initial values of large weights, which a model that is built again draws in several threads.
 
 Values follow from the state in which the generator is before they are drawn, and it moves with each of them, so that a
-build draws one weight after the other: about nine seconds for a billion. The first build of a run records where the
-generator was after each weight. A later one, after a failure or at a resume, moves it there at once while threads draw
-the values.
+build draws one weight after the other. The first build of a run records where the generator was after each weight. A
+later one, after a failure or at a resume, moves it there at once while threads draw the values
+(`benchmarks/initial_draws.py`).
 """
 
 import base64

@@ -16,7 +16,7 @@ from tests.conformance.cases import (
 from tests.conformance.tasks import Regression
 from tests.conformance.test_resume import SETTINGS, back_to, resumed
 
-STEPS = {"global_batch_size": 7, "samples": 130, "clip_norm": 0.05, "seed": 5}
+STEPS = {"global_batch_size": 7, "samples": 58, "clip_norm": 0.05, "seed": 5}
 SHARDS, STAGES = {"mesh": "shard=2,tensor=2"}, {"mesh": "pipeline=2,tensor=2"}
 MESHES = [("fsdp", SHARDS["mesh"]), ("pipeline", STAGES["mesh"])]
 ALL_ROWS = {"tensor_plan": "0=row,2=row,5=row,7=row"}

@@ -218,8 +218,8 @@ _STATE_OF_LOSS = ("state that the loss keeps", "state that began to change later
 @pytest.mark.parametrize(
     ("task", "strategy", "kind"),
     [
-        (ToldByLoss, "zero1", "declared"),
         (ToldByHook, "zero1", "declared"),
+        pytest.param(ToldByLoss, "zero1", "declared", marks=pytest.mark.slow),
         (ToldLate, "fsdp", "declared"),
         # the calls of a comparison during the run, which one rank makes, do not count
         (ToldByCount, "ddp", "exact"),

@@ -118,11 +118,11 @@ class SetByMetrics(ZooTask):
     ("task", "strategy", "is_missed"),
     [
         (SetByModel(), "pipeline", True),
-        (SetByModel(), "rpc_model", True),
-        (SetByModel(is_added_first=False), "pipeline", False),
         (SetByModel(is_added_first=False), "rpc_model", False),
-        (SetByMetrics(), "pipeline", False),
         (SetByMetrics(), "rpc_model", True),
+        pytest.param(SetByModel(), "rpc_model", True, marks=pytest.mark.slow),
+        pytest.param(SetByModel(is_added_first=False), "pipeline", False, marks=pytest.mark.slow),
+        pytest.param(SetByMetrics(), "pipeline", False, marks=pytest.mark.slow),
     ],
 )
 def test_buffer_when_an_evaluation_sets_it_on_some_ranks_then_that_is_declared_unless_no_other_uses_it(

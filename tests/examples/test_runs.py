@@ -16,6 +16,7 @@ def test_digits_over_two_processes_reaches_97_percent(tmp_path):
     assert summary.metrics["accuracy"].value >= 0.97
 
 
+@pytest.mark.slow
 def test_char_gpt_over_two_processes_counts_every_character_of_the_held_out_topics(tmp_path):
     task = CharGPT(layers=1, width=32, context=64)
     held_out: TensorData = task.eval_data()

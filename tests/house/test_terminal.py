@@ -6,6 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.house.dotted_names import dotted_name
+
 ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "src/dure"
 WRITERS = {
@@ -26,7 +28,7 @@ def ways_out(source: str) -> Iterator[str]:
     tree = ast.parse(source)
     for parent in ast.walk(tree):
         for node in ast.iter_child_nodes(parent):
-            name = ast.unparse(node) if isinstance(node, ast.Name | ast.Attribute) else ""
+            name = dotted_name(node) if isinstance(node, ast.Name | ast.Attribute) else ""
             is_way_out = name == "print" or name.startswith(PRINTING)
             if is_way_out or (name in STREAMS and not _is_harmless(node, parent)):
                 yield f"{node.lineno}: {name}"
@@ -46,7 +48,7 @@ def _is_harmless(node: ast.Attribute, parent: ast.AST) -> bool:
 
 
 def _calls_out(call: ast.Call) -> Iterator[str]:
-    name = ast.unparse(call.func)
+    name = dotted_name(call.func)
     if set(name.split(".")) & set(DRAWING):
         yield f"{call.lineno}: {name}"
     if name == "os.write":

@@ -1,9 +1,10 @@
 """Features: optimisers and what they keep."""
 
+import functools
 from typing import Any, cast
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import LBFGS, SGD, AdamW, Muon, Optimizer
 
 from tests.conformance.zoo.feature import HIDDEN, IN, OUT, ZooTask, feature
@@ -290,3 +291,36 @@ class FromTheStart(SGD):
 class DrawnToTheStart(ZooTask):
     def build_optimizer(self, model: nn.Module) -> Optimizer:
         return FromTheStart(model.parameters(), lr=0.1)
+
+
+class OfInputs(SGD):
+    """Divides each layer's gradient by the mean square of the layer's inputs, which hooks keep for it."""
+
+    def __init__(self, model: nn.Module, lr: float) -> None:
+        layers = {name: module for name, module in model.named_modules() if isinstance(module, nn.Linear)}
+        super().__init__([{"params": [*layer.parameters()], "name": name} for name, layer in layers.items()], lr=lr)
+        self.squares: dict[str, Tensor] = {}
+        for name, layer in layers.items():
+            layer.register_forward_pre_hook(functools.partial(self.keep, name))
+
+    def keep(self, name: str, layer: nn.Module, inputs: tuple[Tensor]) -> None:
+        if layer.training and torch.is_grad_enabled():
+            self.squares[name] = inputs[0].detach().square().mean()
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    parameter.grad /= 1 + self.squares[group["name"]]
+        return super().step(closure)
+
+
+@feature(
+    "Optimisers",
+    "statistics of the layers' inputs, which hooks keep for the optimiser (KFAC)",
+    declares=("state that the loss keeps",),
+)
+class StatisticsForOptimizer(ZooTask):
+    def build_optimizer(self, model: nn.Module) -> Optimizer:
+        return OfInputs(model, lr=0.1)

@@ -7,8 +7,8 @@ from tests.conformance.zoo.cell import DIVIDED, reference_of, run_cell
 from tests.conformance.zoo.feature import FEATURES
 from tests.conformance.zoo.table import PAGE, is_available, page, read_verdicts, ways_of, worst
 
-ALWAYS = ("single", "ddp")
-"""Columns that every test run has; the others are among the slow tests."""
+ALWAYS = "ddp"
+"""Column that every test run has; the others are among the slow tests."""
 OFTEN = (
     "OutputMapping",
     "TaskCounter",
@@ -17,13 +17,14 @@ OFTEN = (
     "Unfrozen",
     "NoiseInLoss",
     "CheckpointReentrant",
+    "StatisticsForOptimizer",
 )
-"""Rows that `ALWAYS` is run with every time."""
+"""Rows that it has every time."""
 
 
 def _marks(row: int, name: str, column: int, strategy: str) -> list[pytest.MarkDecorator]:
     """Return the marks of a cell: the slow tests have one of each row, another from row to row; `make zoo` has all."""
-    if strategy in ALWAYS and name in OFTEN:
+    if strategy == ALWAYS and name in OFTEN:
         return []
     return [pytest.mark.slow if row % len(STRATEGIES) == column else pytest.mark.zoo]
 

@@ -67,7 +67,12 @@ class Recommender(ZooTask):
 
 
 @pytest.mark.parametrize(
-    ("strategy", "shared"), [("ddp", ""), ("zero1", ""), ("ddp", "weight"), ("zero1", "weight"), ("ddp", "table")]
+    ("strategy", "shared"),
+    [
+        ("zero1", ""),
+        ("ddp", "weight"),
+        *(pytest.param(*case, marks=pytest.mark.slow) for case in [("ddp", ""), ("zero1", "weight"), ("ddp", "table")]),
+    ],
 )
 def test_sparse_gradients_that_share_memory_or_a_weight_are_exact(strategy: str, shared: str, tmp_path: Path) -> None:
     one, many = (train_case(tmp_path, Recommender(shared=shared), *how, **STEPS) for how in [(), (strategy, 2)])
@@ -226,8 +231,15 @@ def test_buffers_stay_with_their_ranks_unless_they_are_sent(tmp_path: Path) -> N
     assert ["broadcast_buffers is off" in words for words in told] == [False, True]
 
 
-@pytest.mark.parametrize("strategy", ["ddp", "ring_ddp"])
-@pytest.mark.parametrize("compression", ["bf16", "int8"])
+@pytest.mark.parametrize(
+    ("strategy", "compression"),
+    [
+        ("ddp", "int8"),
+        ("ring_ddp", "bf16"),
+        pytest.param("ddp", "bf16", marks=pytest.mark.slow),
+        pytest.param("ring_ddp", "int8", marks=pytest.mark.slow),
+    ],
+)
 def test_compression_without_its_error_computes_the_same(strategy: str, compression: str, tmp_path: Path) -> None:
     with_error, without = (
         train_case(tmp_path, LearnedTable(), strategy, 2, compression=compression, compression_error=value, **STEPS)

@@ -107,7 +107,13 @@ class WithHooks(Regression):
 
 
 @pytest.mark.parametrize(
-    ("strategy", "through"), [*((name, "model") for name in WHOLE), ("zero1", "own"), ("zero1", "given")]
+    ("strategy", "through"),
+    [
+        ("ddp", "model"),
+        ("zero1", "own"),
+        *(pytest.param(name, "model", marks=pytest.mark.slow) for name in WHOLE if name != "ddp"),
+        pytest.param("zero1", "given", marks=pytest.mark.slow),
+    ],
 )
 def test_hooks_where_every_rank_has_all_parameters_then_their_work_is_that_of_one_process(
     strategy, through, trained, tmp_path

@@ -465,9 +465,16 @@ class ReadsWeights(ZooTask):
 
 
 @pytest.mark.parametrize(
-    ("strategy", "settings"), [("fsdp", {}), ("fsdp", {"units": "0"}), ("zero1", {})], ids=["fsdp", "units", "zero1"]
+    ("strategy", "settings", "caches"),
+    [
+        ("fsdp", {}, False),
+        ("fsdp", {"units": "0"}, True),
+        ("zero1", {}, True),
+        pytest.param("fsdp", {}, True, marks=pytest.mark.slow),
+        pytest.param("fsdp", {"units": "0"}, False, marks=pytest.mark.slow),
+        pytest.param("zero1", {}, False, marks=pytest.mark.slow),
+    ],
 )
-@pytest.mark.parametrize("caches", [False, True])
 def test_number_of_a_weight_is_that_of_the_whole_and_of_each_step(strategy, settings, caches, trained, tmp_path):
     task = ReadsWeights(caches=caches)
     one = weights_of(trained(task, **ZOO_STEPS))

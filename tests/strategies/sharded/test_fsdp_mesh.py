@@ -23,7 +23,7 @@ from tests.conformance.zoo.feature import STEPS as ZOO_STEPS
 from tests.conformance.zoo.feature import ZooTask
 from tests.strategies.sharded.sharded_cases import SentBytes, backward, held_bytes, prepared
 
-STEPS = {"global_batch_size": 7, "samples": 130, "clip_norm": 0.4, "seed": 5}
+STEPS = {"global_batch_size": 7, "samples": 58, "clip_norm": 0.4, "seed": 5}
 
 
 @pytest.mark.slow

@@ -6,7 +6,9 @@ changed since the session was built.
 
 import functools
 import json
+import zlib
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from operator import attrgetter
 from typing import Any
 
@@ -16,6 +18,7 @@ from torch.optim import Optimizer
 
 from dure.documents import parse_json
 from dure.errors import CheckpointMismatch, TaskInvalid
+from dure.strategies.state.checksum import checksum
 from dure.strategies.state.objects.namespaces import UnsavedBuffers
 from dure.strategies.state.objects.object_state import Holder, ObjectState, is_inside
 from dure.strategies.state.objects.used_globals import state_outside
@@ -168,6 +171,23 @@ class KeptState:
         room = 1 << (len(text) - 1).bit_length()
         tree = torch.frombuffer(bytearray(text.ljust(room)), dtype=torch.uint8)
         return {_TREE: tree, **{f"{PREFIX}{name}": value for name, value in found.items() if isinstance(value, Tensor)}}
+
+    def checksums(self, owner: str) -> dict[str, int]:
+        """Return the checksums of an object's changed attributes, by their paths, except those that cannot be kept.
+
+        Args:
+            owner: Path of the object.
+        """
+        self.look(is_thorough=True)
+        found = {}
+        for holder in sorted(holder for holder in self._changed if holder[0] == owner):
+            keeper, tensors = Keeper(self._known), NamedTensors()
+            with suppress(CannotKeep, RecursionError):
+                entry = self._entry(keeper, holder)
+                text = json.dumps(encode([entry, keeper.objects], "tree", tensors))
+                values = [value for value in tensors.values() if isinstance(value, Tensor)]
+                found[_path(holder)] = zlib.crc32(text.encode(), checksum(values))
+        return found
 
     def _of_task(self) -> dict[str, Any]:
         if not self._saves_itself:

@@ -14,6 +14,7 @@ from typing import Any
 
 from dure.errors import ReplicasDiverged, SpecInvalid, TaskInvalid
 from dure.records import events
+from dure.strategies.contract.declarations import few
 from dure.strategies.contract.replica_state import replica_of
 from dure.strategies.state.checksum import checksum
 from dure.strategies.state.optimizer import difference_of_settings, plain_settings
@@ -132,7 +133,7 @@ class ReplicaCheck:
 
         Raises:
             ReplicasDiverged: Ranks that must hold equal state do not.
-            TaskInvalid: They differ because settings of their optimisers differ.
+            TaskInvalid: They differ because settings or attributes of their optimisers differ.
         """
         now, group = self.progression, self.session.group
         if not self.is_on or (now.step == self._checked and not again):
@@ -155,6 +156,8 @@ class ReplicaCheck:
             digests = {rank: reports[rank]["digest"] for rank in ranks}
             if len(set(digests.values())) > 1:
                 self._refuse_unlike_settings()
+                if self.count == 0:  # later, another rank's values may be what the optimiser computed its own from
+                    self._refuse_unlike_attributes()
                 mine = own if own is not None and own.part == part else None
                 self._diverged(find_divergence(group, mine, digests))
         self._agree(reports)
@@ -178,6 +181,24 @@ class ReplicaCheck:
                     f"after step {self.progression.step} {difference}, so ranks no longer train the same weights: let "
                     "the schedule follow samples seen or evaluations, and not the losses of a rank's own samples"
                 )
+
+    def _refuse_unlike_attributes(self) -> None:
+        """Refuse an optimiser that uses what a hook or the loss computes from each rank's own samples.
+
+        Communication: one gathered JSON message.
+
+        Raises:
+            TaskInvalid: Attributes of the optimiser differ.
+        """
+        by_rank = self.session.group.all_gather_json(self.session.kept.checksums("optimizer"))
+        first = by_rank[0]
+        if names := {name for one in by_rank for name in {**first, **one} if one.get(name) != first.get(name)}:
+            raise TaskInvalid(
+                f"after step {self.progression.step} ranks hold different weights and different values of "
+                f"{few(sorted(names))}, as if a hook or the loss computed them from each rank's own samples: average "
+                "them over the ranks (torch.distributed.all_reduce) before the optimiser uses them, or train in one "
+                "process"
+            )
 
     def note_settings(self) -> None:
         """Record the optimiser's settings before a step, which hooks on the last one may have set."""

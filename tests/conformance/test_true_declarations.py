@@ -240,8 +240,24 @@ class NoiseInCollate(ZooTask):
         return x + 0.1 * torch.randn_like(x), y
 
 
+class Positions(nn.Module):
+    """Adds a table of positions, which it makes when it is first called."""
+
+    table: Any = None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.table is None or self.table.shape[0] < x.shape[1]:
+            self.table = torch.arange(x.shape[1], dtype=x.dtype).cos()
+        return x + self.table[: x.shape[1]]
+
+
+class TableOfPositions(ZooTask):
+    def build_model(self) -> nn.Module:
+        return nn.Sequential(Positions(), *chain())
+
+
 TASKS = (NoiseInEvaluation, SoftmaxOverDocuments, KeepsWorldSize, FollowingTeacher, FlagOfSchedule, OldNorms)
-CASES = [(task, name) for task in TASKS for name in ("ddp", "fsdp", "pipeline")]
+CASES = [(task, name) for task in (*TASKS, TableOfPositions) for name in ("ddp", "fsdp", "pipeline")]
 CASES += [(FrozenBackbone, name) for name in ("ddp", "dp", "fsdp", "pipeline", "rpc_model")]
 CASES += [(NoiseInCollate, name) for name in ("dp", "balanced_dp", "model_parallel")]
 CASES += [(WholeBatchLoss, name) for name in ("dp", "model_parallel", "tensor_parallel")]

@@ -21,7 +21,7 @@ from dure.strategies.contract.declarations import depends_on_ranks
 from dure.strategies.contract.declarations import few as few_of
 from dure.strategies.contract.strategy import Strategy
 from dure.strategies.sections.absent_tensors import UsedState, UsedTensors
-from dure.strategies.state.checksum import checksums
+from dure.strategies.state.checksum import checksum, checksums
 from dure.strategies.state.data_tensors import KeptDataSets, tensors_of
 from dure.strategies.state.definitions import Definitions
 from dure.strategies.state.hooks import without_new_hooks
@@ -30,7 +30,7 @@ from dure.strategies.state.objects.object_state import ObjectState
 from dure.strategies.state.objects.surroundings import Surroundings
 from dure.strategies.state.optimizer import settings_of
 from dure.strategies.state.shared_storage import recomputed_weights
-from dure.strategies.state.trial import KeptBuffers, Writes
+from dure.strategies.state.trial import KeptBuffers, Writes, is_equal
 from dure.training.best_metric import Best
 from dure.training.inspection.collectives import CollectiveCalled, no_collectives
 from dure.training.inspection.phases import positions_of
@@ -365,12 +365,17 @@ def rehearse_evaluation(session: Session, best: Best) -> list[str]:
     limited = _limited_embeddings(session)
     surroundings = Surroundings()
     definitions = Definitions(model, strategy.objects)
+    few = min(_NUM_SAMPLES, session.eval_samples)
+    most = min(few, session.spec.eval_batch_size or few)  # there may be no memory for more
     with surroundings.watched(), without_new_hooks(model, strategy.built_optimizer), _work_on_parts(strategy):
-        at_once, in_parts, few = few_evaluated(session, session.eval_loader, session.eval_samples)
+        at_once = _few_evaluated(session, session.eval_loader, few, most)
+        changed_first = before.changed()
+        in_parts = _few_evaluated(session, session.eval_loader, few, max(1, most // 2))
     best.value_of(at_once)
     check_counts(at_once, in_parts, few)
     derived = recomputed_weights(model)
-    changed = [path for path in before.changed() if path not in derived]
+    changed_to = {path: value for path, value in before.changed().items() if path not in derived}
+    changed = [*changed_to]
     seen = strategy.traits.writes_in_evaluation  # a strategy may have undone these writes here
     written = [*seen, *(name for name, v in _weights(session).items() if weights[name] != v and name not in seen)]
     if settings_of(strategy.built_optimizer) != settings:
@@ -399,8 +404,11 @@ def rehearse_evaluation(session: Session, best: Best) -> list[str]:
             "model.training is true, or in the optimiser's step"
         )
     missed = strategy.missed_state(changed)
-    session.set_by_evaluation.update(*session.group.all_gather_json(changed))
-    changed += buffers.changed()
+    by_rank = session.group.all_gather_json({path: _digest(value) for path, value in changed_to.items()})
+    session.set_by_evaluation.update(*by_rank)
+    is_settled = {path for path in changed if _is_same(changed_first.get(path, changed_to[path]), changed_to[path])}
+    caches = {path for path in is_settled.intersection(strategy.traits.cached_state) if _is_common(path, by_rank)}
+    changed = [*(path for path in changed if path not in caches), *buffers.changed()]
     buffers.put_back()
     texts = []
     if limits:
@@ -476,24 +484,30 @@ def _limited_embeddings(session: Session) -> dict[str, _Kept]:
     }
 
 
-def few_evaluated(
-    session: Session, loader: Loader, num_samples: int
-) -> tuple[dict[str, Metric], dict[str, Metric], int]:
-    """Evaluate a few samples in batches of a size and of half of it; return both results and the number of samples.
-
-    Args:
-        session: Session with task and strategy.
-        loader: Loader of the samples.
-        num_samples: Number of available samples.
-    """
-    few = min(_NUM_SAMPLES, num_samples)
-    most = min(few, session.spec.eval_batch_size or few)  # there may be no memory for more
+def _few_evaluated(session: Session, loader: Loader, num_samples: int, batch_size: int) -> dict[str, Metric]:
     with torchcompat.all_as_written():  # compiling for so few would be wasted
-        at_once, in_parts = (
-            evaluate(session.task, session.strategy, loader.without_workers(), num_samples=few, batch_size=size)
-            for size in (most, max(1, most // 2))
+        return evaluate(
+            session.task, session.strategy, loader.without_workers(), num_samples=num_samples, batch_size=batch_size
         )
-    return at_once, in_parts, few
+
+
+def _digest(value: Any) -> int:
+    is_plain = isinstance(value, Tensor) and value.layout == torch.strided and not value.is_nested
+    return checksum([value]) if is_plain else zlib.crc32(repr(value).encode())
+
+
+def _is_same(one: Any, other: Any) -> bool:
+    """Return whether a value of plain state has not changed; unknown counts as changed."""
+    if isinstance(one, Tensor) and isinstance(other, Tensor):
+        return is_equal(one, other)
+    with suppress(Exception):
+        return bool(one == other)
+    return False
+
+
+def _is_common(path: str, by_rank: Sequence[Mapping[str, int]]) -> bool:
+    """Return whether state has one value on all ranks that have changed it."""
+    return len({digests[path] for digests in by_rank if path in digests}) == 1
 
 
 def few_losses(session: Session, loader: Loader, num_samples: int, tolerance: float) -> tuple[float, float, int] | None:

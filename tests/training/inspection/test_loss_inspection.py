@@ -476,6 +476,37 @@ def test_plain_state_is_told_apart_by_what_it_follows():
     assert (task.calls, task.average) == (0, 0.0)
 
 
+class Table(nn.Module):
+    """Makes a table when it first needs it, and keeps other state beside it."""
+
+    table = first_mean = sign = None
+    calls = 0
+
+    def forward(self, x):
+        if self.table is None:
+            self.table = torch.arange(4, dtype=x.dtype)
+            self.first_mean = x.mean().item()
+        self.calls += 1
+        self.sign = bool(x.mean() > 0)
+        return x * self.table
+
+
+def test_tables_that_the_first_call_makes_are_told_from_what_follows_samples_and_calls():
+    traits = traits_of(layer=Table())
+    assert traits.cached_state == ("model.0.table",)
+    assert {"model.0.first_mean", "model.0.calls", "model.0.sign"} <= {*traits.learned_state, *traits.counted_state}
+
+
+def weighed_at_first(model, x, task):
+    factor, task.is_first = (0.5 if getattr(task, "is_first", True) else 1.0), False
+    return factor * model(x).square().mean()
+
+
+def test_state_after_which_the_loss_is_another_is_no_table():
+    traits = traits_of(weighed_at_first)
+    assert (traits.counted_state, traits.cached_state) == (("task.is_first",), ())
+
+
 def halved(model):
     for parameter in model.parameters():
         if parameter.grad is not None:

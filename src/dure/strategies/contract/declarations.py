@@ -156,7 +156,8 @@ def by_division(division: BatchDivision, traits: LossTraits, found: Findings, de
         texts.append(
             f"parameters that the loss writes to ({few(names)}): written for every part of a batch, and not once a step"
         )
-    if paths := (*traits.learned_state, *traits.counted_state * several_calls):
+    counted = [path for path in traits.counted_state if path not in traits.cached_state]
+    if paths := (*traits.learned_state, *counted * several_calls):
         texts.append(f"state that the loss keeps ({few(paths)}): {owner}")
     if division.hooked:
         texts.append(

@@ -65,6 +65,10 @@ class LossTraits:
     """Plain state of the task, the model or the optimiser that the loss changes depending on the samples."""
     counted_state: tuple[str, ...] = ()
     """Plain state that every call changes in the same way."""
+    cached_state: tuple[str, ...] = ()
+    """Plain state among `counted_state` that only the first call changes, and that changes neither loss nor gradients:
+    masks and tables that forward makes when it first needs them.
+    """
     copied_state: tuple[str, ...] = ()
     """Plain state of the training data that the loss changes; each loader process has a copy of it."""
     forward_state: tuple[str, ...] = ()
@@ -135,6 +139,10 @@ class LossTraits:
             found[name] = tuple(dict.fromkeys((*own, *other))) if isinstance(own, tuple) else own or other
         for learned, counted in (("learned_buffers", "counted_buffers"), ("learned_state", "counted_state")):
             found[counted] = tuple(name for name in found[counted] if name not in found[learned])
+        changing = {name for each in (self, others) for name in each.counted_state if name not in each.cached_state}
+        found["cached_state"] = tuple(
+            name for name in found["cached_state"] if name in found["counted_state"] and name not in changing
+        )
         # these describe the loss as it was first called
         return replace(self, **{name: value for name, value in found.items() if name not in _OF_FIRST_CALL})
 

@@ -187,6 +187,7 @@ class LossInspection:
         )
         of_model = self._divided_model.difference(0, num_samples)[0] if is_quick else None
         derived = recomputed_weights(self.calls.model)
+        counted = tuple(path for path in state[0] if path not in derived and _is_same_in(state, path))
         fails_alone, model_fails_alone = self._failure_of_one(range(half)) if takes_several else (None, False)
         hooked = tuple(dict.fromkeys((*first.trial.hooked, *second.trial.hooked)))
         return LossTraits(
@@ -214,7 +215,8 @@ class LossInspection:
             ),
             repeated_writes=tuple(self._repeated_writes(range(half))) if first.trial.parameters else (),
             learned_state=tuple(path for path in state[0] if path not in derived and not _is_same_in(state, path)),
-            counted_state=tuple(path for path in state[0] if path not in derived and _is_same_in(state, path)),
+            counted_state=counted,
+            cached_state=tuple(self._caches_among(counted, range(half), range(few), first)),
             forward_state=tuple(first.forward.changed),
             hooked_parameters=tuple(dict.fromkeys((*gradient_hooks(self.calls.model), *hooked))),
             hooked_by_loss=hooked,
@@ -414,10 +416,14 @@ class LossInspection:
                 return False  # training will raise it
             for name, gradient in first.gradients.items():
                 other = scaled.get(name)
-                size, tolerance = float(gradient.norm()), 10 * self._additivity.tolerance(gradient.dtype)
-                if other is not None and not float((other / scale - gradient).norm()) <= tolerance * size:
+                if other is not None and self._is_other_gradient(gradient, other / scale):
                     return True
         return False
+
+    def _is_other_gradient(self, one: Tensor, other: Tensor) -> bool:
+        """Return whether a gradient differs from another by more than rounding."""
+        tolerance = 10 * self._additivity.tolerance(one.dtype)
+        return not float((other - one).norm()) <= tolerance * float(one.norm())
 
     def _uses_gradients(self, places: Sequence[int], first: Tried) -> bool:
         """Return whether the loss changes existing gradients of parameters, depends on them, or fails with them."""
@@ -442,6 +448,28 @@ class LossInspection:
             self.calls.tried(others, as_in_training=True, keeps_caches=True)
             after = self.calls.tried(places, as_in_training=True)
         return first.trial.filled if self._additivity.is_other(first.value, after.value) else ()
+
+    def _caches_among(self, paths: Sequence[str], places: range, others: range, first: Tried) -> Sequence[str]:
+        """Return the state that no further call changes, if another first call has the same loss and gradients.
+
+        Further calls are on pairs of samples: state of two values, such as a sign, may be alike for large groups.
+        """
+        if not paths:
+            return ()
+        try:
+            with aside(), Trial(self.calls.model, self.calls.objects, seed=0, watches_writes=False):
+                self.calls.set_modes(as_in_training=True)
+                self.calls.value(places)
+                again = self.calls.tried(places, as_in_training=True)
+                pairs = [range(begin, begin + 2) for begin in others[:-1:2]]
+                further = [again, *(self.calls.tried(each, as_in_training=True) for each in pairs)]
+        except Exception:
+            return ()  # training will raise it
+        if self._additivity.is_other(first.value, again.value) or first.gradients.keys() != again.gradients.keys():
+            return ()
+        if any(self._is_other_gradient(gradient, again.gradients[name]) for name, gradient in first.gradients.items()):
+            return ()
+        return [path for path in paths if not any(path in each.trial.state for each in further)]
 
     def _later(self, num_samples: int) -> "_Later":
         """Inspect the loss again, on other samples and after several calls."""

@@ -1,12 +1,13 @@
 """Comparison of a whole batch's loss with those of its parts: effects that only begin at its size."""
 
 from contextlib import nullcontext
+from types import SimpleNamespace
 
 import pytest
 import torch
 from torch import nn
 
-from dure.training.inspection import whole_batch
+from dure.training.inspection import additivity, whole_batch
 from dure.training.inspection.additivity import Additivity
 from dure.training.inspection.loss_calls import LossCalls
 from dure.training.inspection.loss_inspection import LossInspection
@@ -57,7 +58,9 @@ def test_loss_that_leaves_out_samples_of_large_batches_alone_is_found(parts):
     assert found.endswith(f"for the same samples in {len(parts)} parts")
 
 
-def test_during_training_it_is_found_too():
+def test_during_training_it_is_found_too(monkeypatch):
+    for module in (additivity, whole_batch):  # a busy machine has no time for it
+        monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: 0.0))
     figures, _ = inspection(trimmed, [16, 16]).late_difference(0, 96)
     assert "for 32 samples at once" in figures
 

@@ -133,6 +133,63 @@ class UnsavedAttribute(ZooTask):
         return WithAttribute(model.parameters(), lr=0.02)
 
 
+class InDictionary(SGD):
+    """Momentum in a dictionary by the place of a parameter, which its steps fill."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        self.momenta: dict[tuple[int, int], torch.Tensor] = getattr(self, "momenta", {})
+        for number, group in enumerate(self.param_groups):
+            for place, p in enumerate(group["params"]):
+                if p.grad is not None:
+                    momentum = self.momenta.setdefault((number, place), torch.zeros_like(p))
+                    p.sub_(momentum.mul_(0.9).add_(p.grad), alpha=group["lr"])
+
+
+@feature("Optimisers", "tensors that an optimiser keeps in a dictionary of its own")
+class TensorsInAttribute(ZooTask):
+    def build_optimizer(self, model: nn.Module) -> Optimizer:
+        return InDictionary(model.parameters(), lr=0.1)
+
+
+class Adapting(SGD):
+    """Adapts a group's learning rate to the gradients of its only parameter."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            (p,) = group["params"] or (None,)
+            if p is not None and p.grad is not None:
+                before = self.state[p].get("before", p.grad)
+                group["lr"] *= 1.05 if float((before * p.grad).sum()) > 0 else 0.9
+                self.state[p]["before"] = p.grad.clone()
+                p.sub_(p.grad, alpha=group["lr"])
+
+
+@feature("Optimisers", "learning rates that an optimiser's step sets, one for each parameter")
+class RatesSetInStep(ZooTask):
+    def build_optimizer(self, model: nn.Module) -> Optimizer:
+        return Adapting([{"params": [p]} for p in model.parameters()], lr=0.1)
+
+
+class Optimistic(SGD):
+    """Steps by the gradient before too, which it keeps as an attribute of the parameter."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    p.sub_(2 * p.grad - getattr(p, "before", p.grad), alpha=group["lr"])
+                    p.before = p.grad.clone()
+
+
+@feature("Optimisers", "attributes that an optimiser's step gives to parameters", declares=("began to change later",))
+class AttributesSetInStep(ZooTask):
+    def build_optimizer(self, model: nn.Module) -> Optimizer:
+        return Optimistic(model.parameters(), lr=0.1)
+
+
 class SAM(SGD):
     """A step that needs the loss again: sharpness-aware minimisation."""
 

@@ -540,6 +540,55 @@ def test_own_optimiser_that_goes_by_the_class_of_a_parameter_needs_the_models_ow
     assert reason_not_to_cut(Everyday(parameters, lr=0.1)) is None
 
 
+class InDictionary(optim.SGD):
+    """Keeps momentum in a dictionary of its own, by the place of a parameter."""
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        self.momenta = getattr(self, "momenta", {})
+        for place, p in enumerate(p for group in self.param_groups for p in group["params"]):
+            momentum = self.momenta.setdefault(place, torch.zeros_like(p))
+            p.sub_(momentum.mul_(0.9).add_(p.grad), alpha=0.1)
+
+
+class InGroups(optim.SGD):
+    """Lowers a group's learning rate by the gradient of its only parameter."""
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for p in group["params"]:
+                group["lr"] /= 1 + p.grad.abs().amax().item()
+                p.sub_(p.grad, alpha=group["lr"])
+
+
+class OnParameters(optim.SGD):
+    """Steps by the gradient before, which it keeps as an attribute of the parameter."""
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for p in group["params"]:
+                p.sub_(getattr(p, "before", p.grad), alpha=group["lr"])
+                p.before = p.grad.clone()
+
+
+def test_optimiser_whose_state_no_checkpoint_of_parts_would_have_whole_is_not_divided():
+    parameters = [nn.Parameter(torch.empty(8, 8)) for _ in range(3)]
+    in_dictionary = InDictionary(parameters, lr=0.1)
+    reason = "it keeps values of its parameters in an attribute (momenta) and not in its state"
+    assert reason_not_to_divide(in_dictionary) == reason_not_to_cut(in_dictionary) == reason
+    assert not hasattr(in_dictionary, "momenta")
+    in_groups = InGroups([{"params": [p]} for p in parameters], lr=0.1)
+    assert reason_not_to_divide(in_groups) == "it sets lr of a parameter group by the parameters that it steps"
+    assert {group["lr"] for group in in_groups.param_groups} == {0.1}
+    on_parameters = OnParameters(parameters, lr=0.1)
+    reason = "it keeps values in attributes of the parameters (before), not in its state"
+    assert reason_of_classes(on_parameters) == reason_not_to_cut(on_parameters) == reason
+    assert reason_not_to_divide(on_parameters) is None
+    assert not any(map(vars, parameters))
+
+
 class Everyday(optim.SGD):
     """Counts its calls, and steps by an attribute of each parameter."""
 

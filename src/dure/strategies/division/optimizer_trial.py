@@ -28,7 +28,7 @@ from dure.strategies.division.held_models import held_model
 from dure.strategies.division.late_steps import STEPS_BEFORE, STEPS_EACH, StepCounters, landmarks_of
 from dure.strategies.division.stand_ins import StandIn
 from dure.strategies.division.step_hooks import fault_of_hooks
-from dure.strategies.state.objects.object_state import ObjectState
+from dure.strategies.state.objects.object_state import ObjectState, plain_attributes
 from dure.torchcompat import is_step_replaced, local_tensor, own_attributes, step_without_hooks
 
 _AS_IT_IS = nullcontext()
@@ -116,7 +116,9 @@ def _reason_of_parts(subject: "_Subject") -> str | None:
     if reason is None and not _is_of_torch(subject.optimizer):
         for create in (subject.long, subject.wide, subject.odd, subject.gaps, subject.late):
             if (trial := create()) is not None and (reason := trial.reason_of_parts()) is not None:
-                break
+                return reason
+        few = subject.few()
+        reason = few.reason_of_containers() or few.reason_of_settings()
     return reason
 
 
@@ -133,6 +135,8 @@ def _reason_of_halves(subject: "_Subject") -> str | None:
         long.reason_of_parts()
         or wide.reason_of_parts()
         or wide.reason_of_classes()
+        or wide.reason_of_attributes()
+        or subject.few().reason_of_containers()
         or long.reason_of_halves()
         or wide.reason_of_halves()
         or odd.reason_of_parts()
@@ -159,7 +163,8 @@ def _reason_of_shapes(subject: "_Subject") -> str | None:
 def _reason_of_classes(subject: "_Subject") -> str | None:
     if _is_of_torch(subject.optimizer) or subject.small().reason() is not None:
         return None
-    return subject.wide().reason_of_classes()
+    wide = subject.wide()
+    return wide.reason_of_classes() or wide.reason_of_attributes()
 
 
 def _is_of_torch(optimizer: Optimizer) -> bool:
@@ -214,6 +219,10 @@ class _Subject:
     def small(self) -> "_Trial":
         """Return a trial of the first parameters of each group, which is conclusive for an optimiser of torch's own."""
         return _Trial(self, stand_ins.small(self.trained), _NUM_STEPS, is_first=True)
+
+    def few(self) -> "_Trial":
+        """Return a trial of few steps of a few parameters."""
+        return _Trial(self, stand_ins.few(self.trained), _NUM_WIDE_STEPS)
 
     def long(self) -> "_Trial":
         """Return a trial of more steps, for effects that begin after a warm-up."""
@@ -321,6 +330,8 @@ class _Trial:
             for number in range(num_steps)
         ]
         self._has_rebound = False
+        self._attributes_after: set[str] = set()
+        """Names of the attributes that the last steps gave to parameters."""
 
     def _unevenness(self, number: int, position: int) -> tuple[int, float | None]:
         """Return the dimension along which the second half of a gradient differs in a step, and the factor on it.
@@ -448,6 +459,46 @@ class _Trial:
             return None
         return f"it goes by the class of a parameter ({', '.join(sorted(own))}), and parts of one are plain parameters"
 
+    def reason_of_settings(self) -> str | None:
+        """Return the reason why ranks with parts of the stand-ins would have other settings of groups, or None.
+
+        A checkpoint has one rank's, though the steps of all may be right.
+        """
+        if name := self._depending_on_part(lambda: [_numbers(group) for group in self._optimizer.param_groups]):
+            return f"it sets {name} of a parameter group by the parameters that it steps"
+        return None
+
+    def reason_of_containers(self) -> str | None:
+        """Return the reason why ranks with parts of the stand-ins would have other attributes, or None.
+
+        A checkpoint has one rank's, though the steps of all may be right.
+        """
+        if name := self._depending_on_part(lambda: [_sizes_of_containers(self._optimizer)]):
+            return f"it keeps values of its parameters in an attribute ({name}) and not in its state"
+        return None
+
+    def _depending_on_part(self, found: Callable[[], list[dict[str, Any]]]) -> str | None:
+        """Return a name under which something else is found after steps of a part of the stand-ins than of all."""
+        everything = range(len(self.parameters))
+        self._step(everything)
+        together = found()
+        for part in (everything[::2], everything[1::2]):
+            self._step(part)
+            for one, other in zip(together, found(), strict=True):
+                if names := [name for name in one.keys() | other.keys() if one.get(name) != other.get(name)]:
+                    return min(names)
+        return None
+
+    def reason_of_attributes(self) -> str | None:
+        """Return the reason why an optimiser needs the model's own parameters, to which it gives attributes, or None.
+
+        No checkpoint has the attributes of other objects in their place.
+        """
+        self._step(range(len(self.parameters)))
+        if self._attributes_after:
+            return f"it keeps values in attributes of the parameters ({min(self._attributes_after)}), not in its state"
+        return None
+
     def traced(self) -> list[Any] | None:
         """Return the operations of the steps; None if these need values."""
         calls = _Calls()
@@ -499,6 +550,7 @@ class _Trial:
                     else value
                     for key, value in small.items()
                 }
+        attributes = {position: dict(own_attributes(parameter)) for position, parameter in chosen.items()}
         counters = StepCounters(self._landmarks) if self._landmarks else None
         # what an optimiser says of its thousandth step is not true, and its warnings come in training too
         silence = _AS_IT_IS if counters is None else redirect_stdout(io.StringIO())
@@ -516,6 +568,12 @@ class _Trial:
                 places = [parameter.data_ptr() for parameter in chosen.values()]
                 self._subject.step_alone()
                 self._has_rebound |= places != [parameter.data_ptr() for parameter in chosen.values()]
+        self._attributes_after = {
+            name
+            for position, parameter in chosen.items()
+            for name, value in own_attributes(parameter).items()
+            if name not in attributes[position] or attributes[position][name] is not value
+        }
         return {position: parameter.detach() for position, parameter in chosen.items()}
 
 
@@ -555,6 +613,31 @@ class _Half:
         if self.dim >= tensor.dim() or tensor.size(self.dim) < 2:
             return tensor
         return tensor.chunk(2, self.dim)[self.number]
+
+
+def _numbers(group: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the numbers and texts in a group's settings."""
+    plain = {name: value.item() if _is_number(value) else value for name, value in group.items()}
+    return {name: value for name, value in plain.items() if isinstance(value, bool | int | float | str)}
+
+
+def _sizes_of_containers(optimizer: Optimizer) -> dict[str, Any]:
+    """Return the sizes of the containers among an optimiser's own attributes, and of the tensors in them."""
+    own = plain_attributes(optimizer)
+    return {name: _sizes(value) for name, value in own.items() if isinstance(value, dict | list | tuple | set)}
+
+
+def _sizes(value: Any, levels: int = 3) -> Any:
+    if isinstance(value, Tensor):
+        return list(value.shape)
+    if not isinstance(value, dict | list | tuple | set) or not levels:
+        return None
+    items = value.values() if isinstance(value, dict) else value
+    return len(value), sorted(str(_sizes(item, levels - 1)) for item in items)
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.numel() == 1 and not value.is_meta
 
 
 def _settings(group: Mapping[str, Any]) -> dict[str, Any]:

@@ -1293,12 +1293,20 @@ def entered_autocasts(*, are_off: bool = False) -> Iterator[list[torch.autocast]
 
 @contextmanager
 def functional_calls_in_turn() -> Iterator[None]:
-    """Let one thread at a time compute a `torch.func.functional_call` (private in torch).
+    """Let one thread at a time compute a `torch.func.functional_call`, or with `torch.func.jvp` (private in torch).
 
-    It puts the given tensors into its module for as long as it lasts, where another thread would use them.
+    The first puts the given tensors into its module for as long as it lasts, where another thread would use them.
+    Derivatives in forward mode have one level in a process, which another thread would leave too early.
     """
     stateless: Any = importlib.import_module("torch.nn.utils.stateless")
-    original = stateless._reparametrize_module
+    transforms: Any = importlib.import_module("torch._functorch.eager_transforms")
+    level: Any = torch.autograd.forward_ad.dual_level
+    original, nested, entered, left = (
+        stateless._reparametrize_module,
+        transforms.jvp_increment_nesting,
+        level.__enter__,
+        level.__exit__,
+    )
     lock = threading.RLock()  # calls inside of calls
 
     @contextmanager
@@ -1306,11 +1314,32 @@ def functional_calls_in_turn() -> Iterator[None]:
         with lock, original(*args, **kwargs):
             yield
 
-    stateless._reparametrize_module = in_turn
+    @contextmanager
+    def nested_in_turn() -> Iterator[int]:
+        with lock, nested() as depth:
+            yield depth
+
+    def enter(self: Any) -> Any:
+        lock.acquire()
+        try:
+            return entered(self)
+        except BaseException:
+            lock.release()
+            raise
+
+    def leave(self: Any, *error: Any) -> None:
+        try:
+            left(self, *error)
+        finally:
+            lock.release()
+
+    stateless._reparametrize_module, transforms.jvp_increment_nesting = in_turn, nested_in_turn
+    level.__enter__, level.__exit__ = enter, leave
     try:
         yield
     finally:
-        stateless._reparametrize_module = original
+        stateless._reparametrize_module, transforms.jvp_increment_nesting = original, nested
+        level.__enter__, level.__exit__ = entered, left
 
 
 def bytes_of(tensor: Tensor) -> Tensor:

@@ -7,6 +7,7 @@ import time
 import pytest
 import torch
 from torch import nn
+from torch.autograd import forward_ad
 from torch.nn import functional
 
 from dure.strategies.device_threads import BroadcastParameters, DeviceThreads
@@ -95,6 +96,26 @@ def test_threads_compute_functional_calls_on_one_module_with_their_own_weights()
     threads.close()
     assert answers == [2.0, 3.0]
     assert module.weight is before
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")  # torch's own, as it imports its rules
+def test_threads_compute_derivatives_in_forward_mode_by_turns():
+    def slowly(x):
+        time.sleep(0.02)
+        return x.square()
+
+    def by_level(value):
+        with forward_ad.dual_level():
+            dual = forward_ad.make_dual(torch.tensor(value), torch.tensor(1.0))
+            return forward_ad.unpack_dual(slowly(dual)).tangent.item()
+
+    def by_function(value):
+        return torch.func.jvp(slowly, (torch.tensor(value),), (torch.tensor(1.0),))[1].item()
+
+    threads = DeviceThreads([CPU] * 3, in_order=False)
+    for call in (by_level, by_function):
+        assert threads.run([lambda value=value, call=call: call(value) for value in (1.0, 2.0, 3.0)]) == [2.0, 4.0, 6.0]
+    threads.close()
 
 
 def test_threads_raise_the_first_devices_error_when_all_have_ended():

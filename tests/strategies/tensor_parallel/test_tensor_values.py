@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.autograd import forward_ad
 from torch.nn import functional
 from torch.nn.utils import prune
 from torch.utils.checkpoint import checkpoint
@@ -914,6 +915,18 @@ def test_weights_that_something_else_holds_and_parts_changed_in_place_are_refuse
     assert str(held).startswith("fc1.weight is kept by something besides the model's layers")
     assert isinstance(in_place, TaskInvalid)
     assert "the model changes queries, keys and values of one layer in place (mul_)" in str(in_place)
+
+
+def along_a_direction(model: nn.Module, x: Tensor) -> Tensor:
+    with forward_ad.dual_level():
+        return forward_ad.unpack_dual(model(forward_ad.make_dual(x, torch.ones_like(x)))).tangent.square().mean()
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")  # torch's own, as it imports its rules
+def test_derivatives_in_forward_mode_are_refused():
+    (fault,) = differences([(Pair, lambda: along_a_direction)])
+    assert isinstance(fault, TaskInvalid)
+    assert "uses derivatives in forward mode (torch.autograd.forward_ad), which cannot go through" in str(fault)
 
 
 def test_hooks_on_gradients_with_data_ranks_are_refused():

@@ -171,11 +171,16 @@ class TensorDivision:
             with self.dividing():
                 return undivided(function(*args))
         except RuntimeError as error:
-            if "functorch transforms" not in str(error):
+            kinds = {
+                "functorch transforms": "torch.func (vmap, grad, jacrev ...)",
+                "forward mode AD": "derivatives in forward mode (torch.autograd.forward_ad)",
+            }
+            used = next((kind for words, kind in kinds.items() if words in str(error)), None)
+            if used is None:
                 raise
             raise TaskInvalid(
-                f"the task's {function.__name__} uses torch.func (vmap, grad, jacrev ...), which cannot go through "
-                "divided layers: use ddp, or fsdp without an axis tensor"
+                f"the task's {function.__name__} uses {used}, which cannot go through divided layers: use ddp, or fsdp "
+                "without an axis tensor"
             ) from error
 
     # ranks of a tensor group must compute and draw the same

@@ -79,6 +79,31 @@ def test_script_when_a_rank_fails_then_the_first_cause_is_named(prewarmed, tmp_p
     assert record["user_line"]["line"] == 18
 
 
+HAS_LOADERS = """
+import torch
+from torch.utils.data import DataLoader
+
+class Data(torch.utils.data.Dataset):
+    def __len__(self):
+        return 20
+
+    def __getitem__(self, index):
+        if index == 10:
+            raise ValueError("on purpose")
+        return torch.ones(4)
+
+for batch in DataLoader(Data(), 1, num_workers=1):
+    pass
+"""
+
+
+def test_script_when_its_loaders_fail_then_no_folder_of_their_sockets_is_left(prewarmed, tmp_path):
+    (tmp_path / "script.py").write_text(HAS_LOADERS)
+    run = prewarmed.run(tmp_path, "run", "--nproc=2", "script.py")
+    assert "failed: ValueError: on purpose (in loader process 0)" in run.err
+    assert not list(tmp_path.glob("pymp-*"))
+
+
 CLEANS_UP = """
 import time
 import torch

@@ -4,6 +4,7 @@ import ast
 import atexit
 import gc
 import importlib
+import multiprocessing.util
 import os
 import signal
 import sys
@@ -37,7 +38,14 @@ _LOCAL_RANK_FLAGS = {"dash": "--local-rank", "underscore": "--local_rank"}
 
 
 def before_fork(job: ScriptJob) -> None:
-    """Import common modules once, in the process that forks the ranks."""
+    """Do once, in the process that forks the ranks, what all of them need."""
+    _import_common_parts()
+    with suppress(OSError):  # no folder for temporary files; the script may never need one
+        # directory of the sockets of loaders and pools: created here, this process removes it even if ranks are killed
+        multiprocessing.util.get_temp_dir()
+
+
+def _import_common_parts() -> None:
     from dure.torchcompat import import_late_parts
 
     import_late_parts()
@@ -56,7 +64,7 @@ def main(job: ScriptJob, place: Place) -> int:
         # enough. And a script that signals its group should reach only its own processes.
         os.setpgrp()
     be_a_script()
-    before_fork(job)  # needed by a spawned rank; a forked one has inherited it
+    _import_common_parts()  # needed by a spawned rank; a forked one has inherited it
     os.environ.update(environment(job, place))
     _set_threads(place.threads)
     _meet(place)

@@ -466,13 +466,21 @@ def test_error_when_the_terminal_is_gone_then_the_exit_code_is_the_same(monkeypa
     assert main(["runs", "--runs-dir", str(tmp_path / "none"), "--nope"]) == 2
 
 
+@pytest.mark.parametrize(
+    ("error", "file", "told"),
+    [
+        ("ImportError('failed to map segment')", "__init__.py", "failed to map segment"),
+        # torch reads the variables of the environment at this time
+        ("ValueError('TORCH_DISTRIBUTED_DEBUG must be OFF.')", "distributed/__init__.py", "TORCH_DISTRIBUTED_DEBUG mu"),
+    ],
+)
 def test_command_when_torch_cannot_be_loaded_then_one_sentence_says_so(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    error: str, file: str, told: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    import_torch = compile("raise ImportError('failed to map segment')", "/v/torch/__init__.py", "exec")
+    import_torch = compile(f"raise {error}", f"/v/torch/{file}", "exec")
     monkeypatch.setattr("dure.cli.app._run", lambda tokens: exec(import_torch))
     assert main(["train"]) == EnvironmentLacks.exit_code
-    assert capsys.readouterr().err.startswith("dure: torch cannot be loaded (failed to map segment): ")
+    assert capsys.readouterr().err.startswith(f"dure: torch cannot be loaded ({told}")
 
 
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT, errno.EFBIG])

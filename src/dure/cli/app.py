@@ -98,11 +98,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt as stop:
         print_status("stopped")
         return stop_exit_code(stop.number if isinstance(stop, Terminated) else signal.SIGINT)
-    except ImportError as error:
-        if not _is_of_torch(error):
-            raise
-        print_status(f"torch cannot be loaded ({error}): repair its installation, or raise the limits (ulimit -v)")
-        return EnvironmentLacks.exit_code
     except BrokenPipeError:
         # the reader of our output has gone (`dure runs | head`); prevent a message from the interpreter's own flush
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -115,13 +110,25 @@ def main(argv: Sequence[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # the interpreter flushes again
         print_status(f"the result cannot be written to stdout ({error.strerror}): send it elsewhere")
         return Misuse.exit_code
+    except Exception as error:
+        if not _is_of_torch(error):
+            raise
+        what = str(error).strip().partition("\n")[0].removesuffix(".")
+        cure = "repair its installation, raise the limits (ulimit -v), or correct its variables in the environment"
+        print_status(f"torch cannot be loaded ({what}): {cure}")
+        return EnvironmentLacks.exit_code
     return DONE
 
 
-def _is_of_torch(error: ImportError) -> bool:
-    """Return whether torch itself could not be imported; an error of a task's own import does not get here."""
-    *_, (last, _) = traceback.walk_tb(error.__traceback__)
-    return error.name == "torch" or last.f_code.co_filename.endswith(f"{os.sep}torch{os.sep}__init__.py")
+def _is_of_torch(error: Exception) -> bool:
+    """Return whether torch itself could not be imported; an error of a task's own import does not get here.
+
+    Torch reads some environment variables while it is imported.
+    """
+    if isinstance(error, ImportError) and error.name == "torch":
+        return True
+    codes = [frame.f_code for frame, _ in traceback.walk_tb(error.__traceback__)]
+    return any(code.co_name == "<module>" and f"{os.sep}torch{os.sep}" in code.co_filename for code in codes)
 
 
 def _is_stdout_full() -> bool:

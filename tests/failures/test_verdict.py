@@ -49,6 +49,10 @@ CAUSES = {
         "rank 1 failed",
     ),
     "a rank that hung": ([end(0, 1, 1.0, **LATE), end(1, KILLED, 2.0, was_stopped=True)], "rank 1 did not answer"),
+    "a rank that hung, though the other then failed by an error of its own": (
+        [end(0, 1, 1.0, is_consequence=True, has_timed_out=True, message="bad"), end(1, KILLED, 2.0, was_stopped=True)],
+        "rank 1 did not answer",
+    ),
     "not a rank for which the other did not wait": (
         [end(0, 1, 1.0, **LOST), end(1, KILLED, 2.0, was_stopped=True)],
         "rank 0 failed after step 4: ValueError: Connection closed by peer",
@@ -211,6 +215,18 @@ def test_verdict_when_scripts_left_by_sys_exit_then_the_first_call_counts_and_no
     )
     assert judge(tmp_path, [second, first], is_script=True).text.startswith("rank 1 ended with exit code 1")
     assert end_from_json(end_to_json(first), "node 1", -0.5).departure.time == 1.5
+
+
+def test_verdict_when_scripts_left_by_sys_exit_as_one_did_not_answer_then_that_one_is_named(tmp_path):
+    departure = Departure(message=None, user_line=LINE, is_consequence=True, has_timed_out=True, time=1.0)
+    left, ended = (replace(end(rank, code, 1.0), departure=departure) for rank, code in ((0, 3), (1, KILLED)))
+    hung = end(2, KILLED, 2.0, was_stopped=True)
+    verdict = judge(tmp_path, [left, replace(ended, was_stopped=True), hung], is_script=True)
+    assert verdict.text.startswith("rank 2 did not answer, and the others waited in vain")
+    assert "\n  rank 0, 1 ended as a consequence" in verdict.text
+    assert verdict.exit_code == 3
+    at_once = [replace(left, departure=replace(departure, has_timed_out=False)), hung]
+    assert judge(tmp_path, at_once, is_script=True).text.startswith("rank 0 ended with exit code 3")
 
 
 def test_verdict_when_a_rank_still_handles_its_error_then_it_is_named_and_not_the_one_that_lost_it(tmp_path):

@@ -24,7 +24,7 @@ NAMES = [f"{path.parts[-3]} {path.stem}" for path in FAILURES]
 def test_failure_when_it_is_written_again_then_only_what_was_not_recorded_is_new(path: Path) -> None:
     found = json.loads(path.read_text())
     assert "version" not in found
-    unknown = {"collective": None, "handled": (), "is_after_loss": False, "left_group_at": None}
+    unknown = {"collective": None, "handled": (), "is_after_loss": False, "has_timed_out": False, "left_group_at": None}
     assert failure_to_json(failure_from_json(found)) == {"version": 1, **unknown, **found}
 
 

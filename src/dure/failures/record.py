@@ -1,5 +1,6 @@
 """Record of a rank's failure: its file, its report to the supervisor, and its form in messages between nodes."""
 
+import re
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -73,6 +74,8 @@ class FailureRecord:
     traceback: Text
     is_after_loss: Flag = False
     """True if it may be a consequence only because the script had lost another rank before: it says nothing of that."""
+    has_timed_out: Flag = False
+    """True if it is a consequence because the rank had waited for another in vain, which may never have come."""
     handled: tuple[Text, ...] = ()
     """Exceptions that were being handled when it was raised, in brief, the last first: they may say the real reason."""
     collective: Text | None = None
@@ -98,6 +101,8 @@ class Departure:
     """True if a signal that this process received may be its reason: it has handlers, or caught `KeyboardInterrupt`."""
     is_consequence: Flag = False
     """True if the script called it because it had lost another rank."""
+    has_timed_out: Flag = False
+    """True if it had waited for that rank in vain."""
     time: Time | None = None
     """Time of the call; None if it is unknown."""
     handled: tuple[Text, ...] = ()
@@ -106,6 +111,7 @@ class Departure:
     """Time at which it had left the group of all ranks; None if it had not."""
 
 
+_TIMEOUT = re.compile(r"timed? ?out|within [\d.e+]+ s", re.IGNORECASE)
 _FAILURE = TypeAdapter(FailureRecord)
 _DEPARTURE = TypeAdapter(Departure)
 
@@ -131,6 +137,11 @@ def departure_from_json(found: object) -> Departure:
         DocumentInvalid: It is not a departure.
     """
     return checked(_DEPARTURE, found, VERSION)
+
+
+def tells_of_timeout(message: str) -> bool:
+    """Return whether a message of torch or dure about a lost rank says that it did not answer in time."""
+    return _TIMEOUT.search(message) is not None
 
 
 def failure_file(rank: int) -> str:

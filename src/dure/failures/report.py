@@ -38,7 +38,7 @@ from dure.failures.frames import (
     traceback_in_user_code,
     users_first,
 )
-from dure.failures.record import CodeLine, Departure, FailureRecord, failure_to_json
+from dure.failures.record import CodeLine, Departure, FailureRecord, failure_to_json, tells_of_timeout
 from dure.host.gpu_health import gpu_health
 from dure.process.context import DEPARTURE
 from dure.process.own_descriptors import usable
@@ -144,6 +144,7 @@ def describe_failure(
         is_ours=is_ours,
         is_misuse=isinstance(error, Misuse),
         is_consequence=is_lost_peer or (device is not None and device.is_consequence),
+        has_timed_out=is_lost_peer and is_due_to_timeout(error),
         may_be_gpu=device is not None and device.may_be_gpu,
         is_gpu_lost=device is not None and device.is_lost,
         origin="task" if line or hasattr(error, "is_planned") or is_nobodys else _origin(error),
@@ -187,7 +188,12 @@ def write_failure(failure: FailureRecord, report_fd: int | None) -> None:
 
 
 def leave_departure(
-    leave: SystemExit, report_fd: int | None, *, may_follow_signal: bool = True, has_lost_peer: bool = False
+    leave: SystemExit,
+    report_fd: int | None,
+    *,
+    may_follow_signal: bool = True,
+    has_lost_peer: bool = False,
+    has_timed_out: bool = False,
 ) -> None:
     """Record where a script calls `sys.exit`, because others may still be in a call that needs this rank.
 
@@ -196,6 +202,7 @@ def leave_departure(
         report_fd: Descriptor of the report to the supervisor; None if there is no supervisor.
         may_follow_signal: True if a handler of the script may have called it.
         has_lost_peer: True if a collective of the script has reported the loss of another rank before.
+        has_timed_out: True if it had waited for that rank in vain.
     """
     may_follow_signal = may_follow_signal or any(isinstance(error, KeyboardInterrupt) for error in contexts(leave))
     message = None if leave.code is None or isinstance(leave.code, int) else _shortened(str(leave.code))
@@ -204,6 +211,7 @@ def leave_departure(
         user_line=_user_line(leave),
         may_follow_signal=may_follow_signal,
         is_consequence=has_lost_peer or is_due_to_lost_peer(leave),
+        has_timed_out=has_timed_out or is_due_to_timeout(leave),
         time=time.time(),
         handled=_handled_before(leave),
         left_group_at=left_group_at(),
@@ -214,7 +222,14 @@ def leave_departure(
 def leave_loss(error: BaseException, report_fd: int | None) -> None:
     """Record that a script has lost another rank, because it may exit without a report (`os._exit`)."""
     line = _user_line(error)
-    loss = Departure(message=None, user_line=line, may_follow_signal=True, is_consequence=True, time=time.time())
+    loss = Departure(
+        message=None,
+        user_line=line,
+        may_follow_signal=True,
+        is_consequence=True,
+        has_timed_out=is_due_to_timeout(error),
+        time=time.time(),
+    )
     _write_report(report_fd, {DEPARTURE: asdict(loss)})
 
 
@@ -274,6 +289,12 @@ def is_peer_lost(error: BaseException) -> bool:
 def is_due_to_lost_peer(error: BaseException) -> bool:
     """Return whether an exception reports the loss of another rank, or was raised while code dealt with that loss."""
     return _holds_lost_peer(error, lambda one: one.__cause__ or one.__context__)
+
+
+def is_due_to_timeout(error: BaseException) -> bool:
+    """Return whether an exception, or one before it, reports that another rank did not answer in time."""
+    before = _chain(error, lambda one: one.__cause__ or one.__context__)
+    return any(_reports_peer(one) and tells_of_timeout(message_of(one)) for one in before)
 
 
 def _holds_lost_peer(

@@ -1,13 +1,12 @@
 """Verdict on the end of ranks, from what they left behind: which failed first, where, and which only followed."""
 
-import re
 import signal
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from dure.failures.frames import Frame, users_frame
-from dure.failures.record import CodeLine, Departure, FailureRecord, failure_file, read_failure
+from dure.failures.record import CodeLine, Departure, FailureRecord, failure_file, read_failure, tells_of_timeout
 from dure.process.stop_signals import STOP_SIGNALS, signal_name, stop_exit_code
 from dure.terminal import shortened
 from dure.units import format_bytes
@@ -19,8 +18,6 @@ _TEXT_BY_SIGNAL: dict[int, str] = {
     signal.SIGBUS: "ended by a crash in native code (SIGBUS): often a full /dev/shm or a file that shrank",
 }
 
-_TIMEOUT = re.compile(r"timed? ?out|within [\d.e+]+ s", re.IGNORECASE)
-"""Text of errors of torch and dure about a rank that did not answer in time."""
 _KILLED_BY_SOMEBODY = (
     "killed (SIGKILL) by somebody: the kernel has ended nothing of this run for want of memory meanwhile"
 )
@@ -154,8 +151,11 @@ def judge(
         ranks = ", ".join(str(end.rank) for end in sorted(followed, key=lambda end: end.rank))
         lines.append(f"  rank {ranks} ended as a consequence; see logs/ in {run}")
     code = 1 if failure is None else failure.exit_code
-    if is_script and failure is None and first.exit_code > 0:
-        code = first.exit_code  # the script chose that exit code for its user
+    if is_script and failure is None:
+        # the script chose that exit code for its user; a rank that hung has none
+        by_itself = sorted((end for end in failed if not end.was_stopped), key=lambda end: end.time)
+        chosen = first if not first.was_stopped else next(iter(by_itself), first)
+        code = chosen.exit_code if chosen.exit_code > 0 else code
     return Verdict(text="\n".join(lines), exit_code=code, first=failure)
 
 
@@ -214,7 +214,7 @@ def _first_cause(ends: list[WorkerEnd], failures: Mapping[int, FailureRecord | N
     if not _is_consequence(first, failures[first.rank]):
         return _first_to_leave(first, failed, failures)
     # a connection is closed by a rank that has left, but a timeout needs no one who has: it comes first
-    timed_out = [end for end in failed if not end.was_stopped and _has_timed_out(failures[end.rank])]
+    timed_out = [end for end in failed if not end.was_stopped and _has_timed_out(end, failures[end.rank])]
     tolerated = next((end for end in ends if end.is_tolerated), None)
     return tolerated or _unsaid_cause(ends, failed) or min(timed_out, key=order, default=first)
 
@@ -234,8 +234,12 @@ def _first_to_leave(
     return earliest if has_left else first
 
 
-def _has_timed_out(failure: FailureRecord | None) -> bool:
-    return failure is not None and _TIMEOUT.search(failure.message) is not None
+def _has_timed_out(end: WorkerEnd, failure: FailureRecord | None) -> bool:
+    report = failure or end.departure
+    return report is not None and (
+        report.has_timed_out
+        or (failure is not None and tells_of_timeout(failure.message))  # also said by records of an older dure
+    )
 
 
 def may_follow_another(ends: list[WorkerEnd]) -> bool:
@@ -260,10 +264,11 @@ def stop_signal(ends: list[WorkerEnd]) -> int | None:
 def _unsaid_cause(ends: list[WorkerEnd], failed: list[WorkerEnd]) -> WorkerEnd | None:
     """Find the rank that the others lost, if they only report lost peers: one that exited with 0, or one that hung."""
     left = [end for end in ends if end.exit_code == 0 and not _is_consequence(end, end.failure)]
-    has_waited = any(_has_timed_out(end.failure) for end in failed)
+    has_waited = any(_has_timed_out(end, end.failure) for end in failed)
     # without a timeout the others did not wait for it: it was ended because they failed, unless it had an error, or
     # left them, before
     hung = [end for end in failed if end.was_stopped and end.failure is None]
+    hung = [end for end in hung if end.departure is None or not end.departure.is_consequence]
     hung = [end for end in hung if has_waited or end.handled or _has_left_before(end, ends)]
     hung.sort(key=lambda end: (end.handled is None, end.left_group_at is None))
     return min(left, key=lambda end: end.time, default=None) or next(iter(hung), None)

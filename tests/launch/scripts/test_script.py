@@ -197,6 +197,38 @@ def test_script_when_only_a_wait_noticed_a_forgotten_loss_then_the_rank_that_lef
     assert "and rank 0 ended with exit code 1: failed" in run.err
 
 
+GIVES_UP = """
+import datetime
+import os
+import sys
+import time
+
+import torch
+import torch.distributed as dist
+
+dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=1))
+dist.all_reduce(torch.ones(1))
+if dist.get_rank() == 1:
+    time.sleep(60)
+try:
+    dist.all_reduce(torch.ones(1))
+except RuntimeError:
+    {line}
+"""
+
+
+@pytest.mark.parametrize(
+    ("line", "code"),
+    [("sys.exit(3)", 3), ("raise ValueError('no answer') from None", 1), ("os._exit(4)", 4)],
+    ids=["exit", "raise", "os._exit"],
+)
+def test_script_when_a_rank_gives_up_waiting_then_the_one_that_did_not_answer_is_named(line, code, prewarmed, tmp_path):
+    (tmp_path / "gives_up.py").write_text(GIVES_UP.format(line=line))
+    run = forked(prewarmed, tmp_path, "--nproc=2", "gives_up.py")
+    assert "dure: rank 1 did not answer, and the others waited in vain; it was ended\n  gives_up.py:13" in run.err
+    assert run.code == code
+
+
 MEETS_LATE = """
 import datetime
 import time

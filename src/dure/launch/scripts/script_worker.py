@@ -81,7 +81,7 @@ def main(job: ScriptJob, place: Place) -> int:
         except BaseException:  # from a handler of the script, for a signal that was just due
             _ignore_stop_signals()
         _kept.append(error)
-        code = _fail_once(error, place, step[0], may_be_signal=has_own_handlers, has_lost_peer=losses.explain(error))
+        code = _fail_once(error, place, step[0], losses, may_be_signal=has_own_handlers)
     if os.getpid() == pid:  # a process forked by the script gets here as well
         _note_end(place.rank.rank, heartbeats, step[0])
     return _leave_in_order(code, marker)
@@ -159,15 +159,18 @@ class _Losses:
         self._calls = -1
         """Number of calls, including the one that failed last."""
         self._is_over = False
+        self.has_timed_out = False
+        """True if one of them is that a rank did not answer in time."""
 
     def note(self, error: BaseException) -> None:
         """Note an error of a collective if it reports a lost rank."""
-        from dure.failures.report import contexts, is_due_to_lost_peer, leave_loss
+        from dure.failures.report import contexts, is_due_to_lost_peer, is_due_to_timeout, leave_loss
         from dure.torchcompat import calls_made_in_last_group
 
         if os.getpid() == self._pid and not self._is_over and is_due_to_lost_peer(error):
             self._before.append({id(one) for one in contexts(error)})
             self._calls = calls_made_in_last_group()
+            self.has_timed_out = self.has_timed_out or is_due_to_timeout(error)
             leave_loss(error, self._report_fd)
 
     def overcome(self) -> None:
@@ -176,6 +179,7 @@ class _Losses:
             from dure.failures.report import withdraw_report
 
             self._before.clear()
+            self.has_timed_out = False
             withdraw_report(self._report_fd)
 
     def explain(self, error: BaseException) -> bool:
@@ -246,8 +250,13 @@ def _run(job: ScriptJob, place: Place, losses: _Losses) -> int:
         from dure.failures.report import leave_departure
 
         _kept.append(leave)
+        has_lost_peer = losses.explain(leave)
         leave_departure(
-            leave, place.report_fd, may_follow_signal=_has_own_handlers(), has_lost_peer=losses.explain(leave)
+            leave,
+            place.report_fd,
+            may_follow_signal=_has_own_handlers(),
+            has_lost_peer=has_lost_peer,
+            has_timed_out=has_lost_peer and losses.has_timed_out,
         )
         return exit_code_of(leave)
     return 0
@@ -285,11 +294,13 @@ def local_rank_flag(script: Path) -> str | None:
     return None
 
 
-def _fail_once(error: BaseException, place: Place, step: int, *, may_be_signal: bool, has_lost_peer: bool) -> int:
+def _fail_once(error: BaseException, place: Place, step: int, losses: _Losses, *, may_be_signal: bool) -> int:
     from dure.failures.report import report_undisturbed
 
+    has_lost_peer = losses.explain(error)
+
     def report() -> int:
-        return _fail(error, place, step, may_be_signal=may_be_signal, has_lost_peer=has_lost_peer)
+        return _fail(error, place, step, losses if has_lost_peer else None, may_be_signal=may_be_signal)
 
     try:
         return report_undisturbed(report)
@@ -297,8 +308,16 @@ def _fail_once(error: BaseException, place: Place, step: int, *, may_be_signal: 
         return report_undisturbed(report)
 
 
-def _fail(error: BaseException, place: Place, step: int, *, may_be_signal: bool, has_lost_peer: bool) -> int:
-    """Print the traceback as Python would, and write a report for the verdict over all ranks."""
+def _fail(error: BaseException, place: Place, step: int, losses: _Losses | None, *, may_be_signal: bool) -> int:
+    """Print the traceback as Python would, and write a report for the verdict over all ranks.
+
+    Args:
+        error: Exception that ended the script.
+        place: Context of this rank.
+        step: Last completed step.
+        losses: Losses of which it may be a consequence; None if there are none.
+        may_be_signal: True if a handler of the script may have raised it.
+    """
     from dure.failures.report import describe_failure, is_interrupted, write_failure_report
 
     error.__traceback__ = traceback_of_main(error)
@@ -323,8 +342,9 @@ def _fail(error: BaseException, place: Place, step: int, *, may_be_signal: bool,
             failure,
             user_traceback=None,
             collective=collective,
-            is_consequence=failure.is_consequence or has_lost_peer,
-            is_after_loss=has_lost_peer and not failure.is_consequence,
+            is_consequence=failure.is_consequence or losses is not None,
+            is_after_loss=losses is not None and not failure.is_consequence,
+            has_timed_out=failure.has_timed_out or (losses is not None and losses.has_timed_out),
         )
 
     write_failure_report(describe, place.report_fd)

@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.optim import Adam, Optimizer
@@ -77,3 +78,15 @@ class KeepsMemory(ZooTask):
 
     def loss(self, model: nn.Module, batch: Any) -> Any:
         return super().loss(model, batch) * (1 + self.weight.norm())
+
+
+@feature("Weights", "a NumPy array of which a weight was made, and which the loss uses")
+class KeepsArray(ZooTask):
+    def build_model(self) -> nn.Module:
+        model = super().build_model()
+        self.array = model[0].weight.detach().numpy().copy()
+        model[0].weight = nn.Parameter(torch.from_numpy(self.array))
+        return model
+
+    def loss(self, model: nn.Module, batch: Any) -> Any:
+        return super().loss(model, batch) * (1 + float(abs(self.array).mean()))

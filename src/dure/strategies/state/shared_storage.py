@@ -1,8 +1,9 @@
 """Detection of tensors that share memory."""
 
-from collections import defaultdict
 from collections.abc import Iterator, Mapping
+from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -15,44 +16,59 @@ def overlap(one: Tensor, other: Tensor) -> bool:
     return len(spans) == 2 and spans[0].start < spans[1].stop and spans[1].start < spans[0].stop
 
 
-def _span(tensor: Tensor) -> range:
-    size = tensor.element_size()
-    begin = tensor.storage_offset() * size
-    last = sum((length - 1) * stride for length, stride in zip(tensor.shape, tensor.stride(), strict=True))
-    return range(begin, begin + (last + 1) * size)
+def _span(held: "Tensor | np.ndarray[Any, Any]") -> range:
+    """Return the addresses of the bytes from the first to the last element."""
+    if isinstance(held, np.ndarray):
+        begin, size, strides = held.__array_interface__["data"][0], held.itemsize, held.strides
+    else:
+        size = held.element_size()
+        begin = held.untyped_storage().data_ptr() + held.storage_offset() * size
+        strides = tuple(stride * size for stride in held.stride())
+    ends = [(length - 1) * stride for length, stride in zip(held.shape, strides, strict=True)]
+    return range(begin + sum(end for end in ends if end < 0), begin + sum(end for end in ends if end > 0) + size)
 
 
 def sharing_memory(model: nn.Module, objects: Mapping[str, object]) -> list[str]:
-    """Return the names of parameters that share memory, and of the tensors with which they share it.
+    """Return the names of parameters that share memory, and of the tensors and arrays with which they share it.
 
     A parameter that is registered under several names is one object and does not count.
 
     Args:
         model: Model whose parameters and buffers are compared.
-        objects: Objects of the task by name, which may hold further tensors, such as `parameter.data`.
+        objects: Objects of the task by name, which may hold further tensors, such as `parameter.data`, and arrays of
+            NumPy, such as the one of which a parameter was made.
     """
-    of_storage: dict[int, list[tuple[str, Tensor]]] = defaultdict(list)
-    for name, tensor in _tensors(model, objects):
-        if tensor.layout == torch.strided and tensor.numel() and not tensor.is_meta:
-            of_storage[tensor.untyped_storage().data_ptr()].append((name, tensor))
+    spans = [(_span(held), name, held) for name, held in _with_memory(model, objects)]
     found: dict[str, None] = {}
-    for tensors in of_storage.values():
-        parameters = [pair for pair in tensors if isinstance(pair[1], nn.Parameter)]
-        for name, one in parameters:
-            for other_name, other in tensors:
-                if one is not other and overlap(one, other):
-                    found |= {name: None, other_name: None}
-    return [*found]
+    before: list[tuple[range, str, Any]] = []
+    """Those that begin earlier and may not have ended."""
+    for span, name, held in sorted(spans, key=lambda each: each[0].start):
+        before = [each for each in before if each[0].stop > span.start]
+        for _, other_name, other in before:
+            if held is not other and (isinstance(held, nn.Parameter) or isinstance(other, nn.Parameter)):
+                found |= {name: None, other_name: None}
+        before.append((span, name, held))
+    return [name for _, name, _ in spans if name in found]
 
 
-def _tensors(model: nn.Module, objects: Mapping[str, object]) -> Iterator[tuple[str, Tensor]]:
+def _with_memory(model: nn.Module, objects: Mapping[str, object]) -> Iterator[tuple[str, Any]]:
+    """Yield the tensors and arrays that have elements in the memory of the host or of a device, with their names."""
+    for name, held in _tensors_and_arrays(model, objects):
+        if isinstance(held, np.ndarray):
+            if held.size:
+                yield name, held
+        elif held.layout == torch.strided and held.numel() and not held.is_meta:
+            yield name, held
+
+
+def _tensors_and_arrays(model: nn.Module, objects: Mapping[str, object]) -> Iterator[tuple[str, Any]]:
     own = [*model.named_parameters(), *model.named_buffers()]
     yield from own
     known = {id(tensor) for _, tensor in own}
     # until the first forward pass, torch's old spectral_norm has the memory of the weight that it divides
     recomputed = recomputed_weights(model)
     for path, held in ObjectState({**objects, "model": model}).first.items():
-        if isinstance(held, Tensor) and id(held) not in known and path not in recomputed:
+        if isinstance(held, Tensor | np.ndarray) and id(held) not in known and path not in recomputed:
             yield path, held
 
 

@@ -377,7 +377,9 @@ def rehearse_evaluation(session: Session, best: Best) -> list[str]:
     changed_to = {path: value for path, value in before.changed().items() if path not in derived}
     changed = [*changed_to]
     seen = strategy.traits.writes_in_evaluation  # a strategy may have undone these writes here
-    written = [*seen, *(name for name, v in _weights(session).items() if weights[name] != v and name not in seen)]
+    now = _weights(session)
+    others = [name for name in {**weights, **now} if weights.get(name) != now.get(name)]  # it may add or remove some
+    written = [*seen, *(name for name in others if name not in seen)]
     if settings_of(strategy.built_optimizer) != settings:
         written.append("the optimiser's settings")
     before.put_back()

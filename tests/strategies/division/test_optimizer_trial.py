@@ -551,6 +551,30 @@ class InDictionary(optim.SGD):
             p.sub_(momentum.mul_(0.9).add_(p.grad), alpha=0.1)
 
 
+class InLists(optim.SGD):
+    """Keeps momentum in a list of each group."""
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            momenta = group.setdefault("momenta", [torch.zeros_like(p) for p in group["params"]])
+            for p, momentum in zip(group["params"], momenta, strict=True):
+                p.sub_(momentum.mul_(0.9).add_(p.grad), alpha=0.1)
+
+
+class InHelper(InDictionary):
+    """Keeps momentum in an object of its own."""
+
+    def __init__(self, params, lr):
+        super().__init__(params, lr)
+        self.helper = SimpleNamespace(momenta={})
+
+    def step(self, closure=None):
+        self.momenta = self.helper.momenta
+        super().step()
+        del self.momenta
+
+
 class InGroups(optim.SGD):
     """Lowers a group's learning rate by the gradient of its only parameter."""
 
@@ -579,6 +603,9 @@ def test_optimiser_whose_state_no_checkpoint_of_parts_would_have_whole_is_not_di
     reason = "it keeps values of its parameters in an attribute (momenta) and not in its state"
     assert reason_not_to_divide(in_dictionary) == reason_not_to_cut(in_dictionary) == reason
     assert not hasattr(in_dictionary, "momenta")
+    assert "in a group (momenta) and not in its state" in reason_not_to_divide(InLists(parameters, lr=0.1))
+    assert "in a group (momenta) and not in its state" in reason_not_to_cut(InLists(parameters, lr=0.1))
+    assert "in an attribute (helper) and not in its state" in reason_not_to_divide(InHelper(parameters, lr=0.1))
     in_groups = InGroups([{"params": [p]} for p in parameters], lr=0.1)
     assert reason_not_to_divide(in_groups) == "it sets lr of a parameter group by the parameters that it steps"
     assert {group["lr"] for group in in_groups.param_groups} == {0.1}

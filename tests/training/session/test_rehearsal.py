@@ -1,5 +1,6 @@
 """Rehearsals of schedules and evaluations that do more than answer: asking them beforehand changes nothing."""
 
+import copy
 import json
 import os
 import time
@@ -240,6 +241,29 @@ class Rebinding(Regression):
 def test_metrics_that_give_weights_other_memory_are_refused_where_a_strategy_keeps_theirs(strategy, tmp_path):
     with pytest.raises(WorkerFailed, match=r"metrics change .* in an evaluation"):
         train_case(tmp_path, Rebinding(), strategy, 2, **EVALUATED)
+
+
+class CopyingModel(nn.Module):
+    """Makes a copy of its layers in the first evaluation."""
+
+    def __init__(self, inner):
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x):
+        if not self.training and not hasattr(self, "copied"):
+            self.copied = copy.deepcopy(self.inner)
+        return self.inner(x)
+
+
+class Copying(Regression):
+    def build_model(self):
+        return CopyingModel(super().build_model())
+
+
+def test_evaluation_that_gives_the_model_further_layers_is_refused(tmp_path):
+    with pytest.raises(WorkerFailed, match=r"metrics change copied\..* in an evaluation"):
+        train_case(tmp_path, Copying(), **EVALUATED)
 
 
 @pytest.mark.slow

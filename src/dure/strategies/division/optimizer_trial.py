@@ -28,7 +28,7 @@ from dure.strategies.division.held_models import held_model
 from dure.strategies.division.late_steps import STEPS_BEFORE, STEPS_EACH, StepCounters, landmarks_of
 from dure.strategies.division.stand_ins import StandIn
 from dure.strategies.division.step_hooks import fault_of_hooks
-from dure.strategies.state.objects.object_state import ObjectState, plain_attributes
+from dure.strategies.state.objects.object_state import ObjectState
 from dure.torchcompat import is_step_replaced, local_tensor, own_attributes, step_without_hooks
 
 _AS_IT_IS = nullcontext()
@@ -473,8 +473,12 @@ class _Trial:
 
         A checkpoint has one rank's, though the steps of all may be right.
         """
-        if name := self._depending_on_part(lambda: [_sizes_of_containers(self._optimizer)]):
+        if name := self._depending_on_part(lambda: [_sizes_of_attributes(self._optimizer)]):
             return f"it keeps values of its parameters in an attribute ({name}) and not in its state"
+        if name := self._depending_on_part(
+            lambda: [_sizes_of_settings(group) for group in self._optimizer.param_groups]
+        ):
+            return f"it keeps values of its parameters in a group ({name}) and not in its state"
         return None
 
     def _depending_on_part(self, found: Callable[[], list[dict[str, Any]]]) -> str | None:
@@ -621,19 +625,26 @@ def _numbers(group: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in plain.items() if isinstance(value, bool | int | float | str)}
 
 
-def _sizes_of_containers(optimizer: Optimizer) -> dict[str, Any]:
-    """Return the sizes of the containers among an optimiser's own attributes, and of the tensors in them."""
-    own = plain_attributes(optimizer)
-    return {name: _sizes(value) for name, value in own.items() if isinstance(value, dict | list | tuple | set)}
+def _sizes_of_attributes(optimizer: Optimizer) -> dict[str, Any]:
+    """Return the number of values in each of an optimiser's own attributes, and the shapes of the tensors in it."""
+    found: dict[str, list[str]] = defaultdict(list)
+    for path, held in ObjectState({"optimizer": optimizer}).first.items():
+        name = path.removeprefix("optimizer.").partition(".")[0].partition("[")[0]
+        found[name].append(str(list(held.shape)) if isinstance(held, Tensor) else "")
+    return {name: sorted(sizes) for name, sizes in found.items()}
 
 
-def _sizes(value: Any, levels: int = 3) -> Any:
+def _sizes_of_settings(group: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the number of values in each container of a group's settings, and the shapes of the tensors in it."""
+    return {name: _sizes(value) for name, value in group.items() if name not in ("params", "param_names")}
+
+
+def _sizes(value: Any) -> Any:
     if isinstance(value, Tensor):
         return list(value.shape)
-    if not isinstance(value, dict | list | tuple | set) or not levels:
+    if not isinstance(value, dict | list | tuple):
         return None
-    items = value.values() if isinstance(value, dict) else value
-    return len(value), sorted(str(_sizes(item, levels - 1)) for item in items)
+    return [_sizes(item) for item in (value.values() if isinstance(value, dict) else value)]
 
 
 def _is_number(value: Any) -> bool:

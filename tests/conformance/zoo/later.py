@@ -544,3 +544,27 @@ class Wrapped(Optimizer):
 class BareWrapper(ZooTask):
     def build_optimizer(self, model: nn.Module) -> Optimizer:
         return Wrapped(super().build_optimizer(model))
+
+
+class Refit(nn.Module):
+    """Divides by the largest value that it has seen in its third batch, as splines choose a grid."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("largest", torch.ones((), dtype=torch.float64))
+        self.calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.training:
+            self.calls += 1
+            if self.calls == 3:
+                self.largest.copy_(x.detach().abs().max())
+        return x / self.largest
+
+
+@feature("Later", "a buffer that forward sets once, from its third batch", declares=("buffers learned", "state that"))
+class BufferSetOnce(ZooTask):
+    def build_model(self) -> nn.Module:
+        model = chain()
+        model[3] = nn.Sequential(nn.Tanh(), Refit())
+        return model

@@ -442,6 +442,22 @@ def test_buffers_are_told_apart_by_what_they_follow():
     assert (traits.learned_buffers, traits.counted_buffers) == (("0.mean",), ("0.calls",))
 
 
+class LearningLate(Learning):
+    """Learns from its third batch on."""
+
+    num_batches = 0
+
+    def forward(self, x):
+        self.num_batches += self.training
+        return super().forward(x) if self.num_batches >= 3 else x
+
+
+def test_buffer_that_a_later_call_is_the_first_to_set_is_taken_for_a_learned_one():
+    traits = traits_of(layer=LearningLate())
+    assert {*traits.learned_buffers} == {*traits.model_buffers} == {"0.mean", "0.calls"}
+    assert traits.counted_buffers == ()
+
+
 class Balancing(nn.Module):
     """Moves a buffer by a step of one size, up or down (an expert's bias)."""
 

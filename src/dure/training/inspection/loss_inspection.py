@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from dure.errors import message_of
 from dure.strategies.contract.loss_traits import LossTraits
-from dure.strategies.state.batchnorm import learns_statistics
+from dure.strategies.state.batchnorm import learns_statistics, statistics_of
 from dure.strategies.state.hooks import gradient_hooks
 from dure.strategies.state.objects.object_state import ObjectState
 from dure.strategies.state.shared_storage import recomputed_weights
@@ -175,6 +175,9 @@ class LossInspection:
             buffers = [
                 {**of_copies, **each} for of_copies, each in zip([one, other, *[one] * few], buffers, strict=False)
             ]
+        # set in a call that is not the first, by samples or not
+        known = {*statistics_of(self.calls.model), *first.trial.buffers, *second.trial.buffers, *buffers[0]}
+        late = tuple(name for name in later.buffers if name not in known)
         not_additive = (
             not_additive
             or later.not_additive
@@ -200,12 +203,12 @@ class LossInspection:
             not_additive=not_additive or of_model,
             model_not_additive=of_model is not None
             or (not_additive is not None and not self._additivity.is_model_additive(num_samples, len(tried))),
-            learned_buffers=tuple(name for name in buffers[0] if not _is_same_in(buffers, name)),
+            learned_buffers=(*(name for name in buffers[0] if not _is_same_in(buffers, name)), *late),
             counted_buffers=tuple(name for name in buffers[0] if _is_same_in(buffers, name)),
             learns_statistics=learns_statistics(
                 self.calls.model, {*first.trial.buffers, *second.trial.buffers, *later.buffers}
             ),
-            model_buffers=tuple(dict.fromkeys((*first.forward.buffers, *second.forward.buffers))),
+            model_buffers=tuple(dict.fromkeys((*first.forward.buffers, *second.forward.buffers, *late))),
             changed_parameters=tuple(dict.fromkeys((*first.trial.parameters, *later.parameters))),
             rebound_parameters=tuple(dict.fromkeys((*first.trial.rebound, *later.rebound))),
             learned_writes=tuple(

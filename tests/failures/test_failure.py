@@ -15,7 +15,7 @@ from torch.utils.data import default_collate
 
 from dure.errors import DiskFull, LossNotFinite, PeerLost
 from dure.failures.record import CodeLine, FailureRecord, failure_from_json, failure_to_json
-from dure.failures.report import describe_failure, is_peer_lost
+from dure.failures.report import describe_failure, for_script, is_peer_lost
 from dure.launch.worker import worker_process
 from dure.training.session.evaluation import evaluate
 from dure.training.session.loader import FetchRequest, Loader, SampleFetch
@@ -109,6 +109,7 @@ def test_failure_when_memory_ends_then_the_cure_is_a_smaller_microbatch():
     assert failure.message == "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 is full."
     assert failure.advice.startswith("use a smaller --microbatch-size (the result stays the same)")
     assert failure.microbatch_size is None
+    assert for_script(failure).advice == "use smaller batches, less precision, or more devices"
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ import pytest
 from dure.documents import DocumentInvalid
 from dure.failures.frames import Frame
 from dure.failures.record import CodeLine, Departure, failure_to_json
-from dure.failures.verdict import WorkerEnd, in_brief, judge, left_early, stop_signal
+from dure.failures.verdict import WorkerEnd, how_stopped, in_brief, judge, left_early, stop_signal
 from dure.launch.nodes.messages import end_from_json, end_to_json
 from dure.process.stop_signals import signal_name
 from tests.record_cases import LINE, failure_of
@@ -227,6 +227,13 @@ def test_verdict_when_scripts_left_by_sys_exit_as_one_did_not_answer_then_that_o
     assert verdict.exit_code == 3
     at_once = [replace(left, departure=replace(departure, has_timed_out=False)), hung]
     assert judge(tmp_path, at_once, is_script=True).text.startswith("rank 0 ended with exit code 3")
+
+
+def test_stop_when_one_rank_alone_had_a_signal_then_it_is_named():
+    asked = replace(end(0, 143, 1.0), was_asked_to_stop=True)
+    assert how_stopped([asked, end(1, -signal.SIGTERM, 2.0)]) == "rank 1 ended by SIGTERM"
+    assert how_stopped([asked, end(1, 130, 2.0)]) == "rank 1 ended with exit code 130, as after SIGINT"
+    assert how_stopped([asked, end(1, 0, 2.0)]) == ""
 
 
 def test_verdict_when_a_rank_still_handles_its_error_then_it_is_named_and_not_the_one_that_lost_it(tmp_path):

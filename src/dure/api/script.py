@@ -27,6 +27,7 @@ from dure.api.ranks import (
 from dure.cluster.rank import Launched, meeting_point, read_launcher
 from dure.errors import DureError, Interrupted, SpecInvalid
 from dure.failures.record import failure_file, failure_to_json
+from dure.failures.verdict import how_stopped
 from dure.host.backends import OVER_SOCKETS, device_backend
 from dure.host.devices import count_all_accelerators, count_cores, resolve_device
 from dure.launch.hangs.watchdog import HangPolicy
@@ -314,7 +315,8 @@ def _finish(run: RunDir, outcome: Outcome, seconds: float, world_size: int, *, i
     """Record the end of the run, and raise an error unless it succeeded."""
     error: DureError | None = failure_of(outcome, outcome.judge(run.path, is_script=True))
     if error is None and outcome.stopped_by is not None:
-        error = Interrupted("stopped", stop_exit_code(outcome.stopped_by))
+        how = how_stopped(outcome.ends) if outcome.signal is None else ""
+        error = Interrupted(f"stopped{how and ': '}{how}", stop_exit_code(outcome.stopped_by))
     with records_missed(error):
         if is_own:
             message = None if error is None else str(error)

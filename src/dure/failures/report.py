@@ -95,6 +95,13 @@ _SHARED_MEMORY_FULL = (
     "container more (--shm-size=8g or --ipc=host), or use --num-workers 0"
 )
 
+_WORDS_FOR_SCRIPTS = {
+    "a smaller --microbatch-size (the result stays the same), --precision bf16,": "smaller batches, less precision,",
+    "--num-workers 0": "no loader processes",
+    "--num-workers": "loader processes",
+}
+"""Settings of `dure train` in cures, and what a script has in place of them."""
+
 
 def describe_failure(
     error: BaseException,
@@ -185,6 +192,15 @@ def write_failure_report(describe: Callable[[AskDriver | None], FailureRecord], 
 def write_failure(failure: FailureRecord, report_fd: int | None) -> None:
     """Write a failure to the supervisor's report; do nothing without a supervisor."""
     _write_report(report_fd, failure_to_json(failure))
+
+
+def for_script(failure: FailureRecord) -> FailureRecord:
+    """Return the failure of a script, whose cure names no setting of `dure train`."""
+    message, advice = failure.message, failure.advice
+    for setting, words in _WORDS_FOR_SCRIPTS.items():
+        message = message.replace(setting, words) if failure.is_ours else message
+        advice = None if advice is None else advice.replace(setting, words)
+    return replace(failure, message=message, advice=advice)
 
 
 def leave_departure(

@@ -261,6 +261,17 @@ def stop_signal(ends: list[WorkerEnd]) -> int | None:
     return next((end.stop_signal for end in ends if end.stop_signal is not None), None)
 
 
+def how_stopped(ends: list[WorkerEnd]) -> str:
+    """Return a clause on the rank that a signal, sent to it alone, ended first; an empty string if there is none."""
+    alone = [end for end in ends if end.stop_signal is not None and not end.was_asked_to_stop]
+    first = min(alone, key=lambda end: end.time, default=None)
+    if first is None or first.stop_signal is None:
+        return ""
+    name = signal_name(first.stop_signal)
+    how = f"by {name}" if first.exit_code < 0 else f"with exit code {first.exit_code}, as after {name}"
+    return f"{first.name(len(ends), 'the script')} ended {how}"
+
+
 def _unsaid_cause(ends: list[WorkerEnd], failed: list[WorkerEnd]) -> WorkerEnd | None:
     """Find the rank that the others lost, if they only report lost peers: one that exited with 0, or one that hung."""
     left = [end for end in ends if end.exit_code == 0 and not _is_consequence(end, end.failure)]

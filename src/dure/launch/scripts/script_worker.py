@@ -318,7 +318,7 @@ def _fail(error: BaseException, place: Place, step: int, losses: _Losses | None,
         losses: Losses of which it may be a consequence; None if there are none.
         may_be_signal: True if a handler of the script may have raised it.
     """
-    from dure.failures.report import describe_failure, is_interrupted, write_failure_report
+    from dure.failures.report import describe_failure, for_script, is_interrupted, write_failure_report
 
     error.__traceback__ = traceback_of_main(error)
     code = 130 if is_interrupted(error, may_be_signal=may_be_signal) else 1
@@ -337,7 +337,7 @@ def _fail(error: BaseException, place: Place, step: int, losses: _Losses | None,
     collective = _collective()
 
     def describe(ask_driver: "AskDriver | None") -> "FailureRecord":
-        failure = describe_failure(error, place.rank.rank, step, ask_driver=ask_driver)
+        failure = for_script(describe_failure(error, place.rank.rank, step, ask_driver=ask_driver))
         return replace(
             failure,
             user_traceback=None,

@@ -24,6 +24,7 @@ from dure.process.stop_signals import STOP_SIGNALS
 from dure.strategies.contract.batches import map_tensors, to_device
 from dure.strategies.sections.absent_tensors import guarded
 from dure.strategies.state.containers import tensors_in
+from dure.training.session.loader_deaths import LOADER_DEATHS
 from dure.training.session.odd_samples import odd_samples
 from dure.training.task.task import Task
 
@@ -254,9 +255,11 @@ class Loader:
         # there
         before = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
         try:
-            return iter(loader)
+            batches = iter(loader)
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        LOADER_DEATHS.watch()
+        return _Awaited(batches)
 
 
 def _copied_beside(host_batches: Iterable[Any], device: torch.device) -> Iterator[Any]:
@@ -288,6 +291,20 @@ def _written_out(tensor: torch.Tensor) -> torch.Tensor:
     if tensor.layout != torch.strided or tensor.is_nested or 0 not in tensor.stride():
         return tensor
     return tensor.contiguous()
+
+
+class _Awaited:
+    """Batches of loader processes; a death of one of these is raised while a batch is awaited."""
+
+    def __init__(self, batches: Iterator[Any]) -> None:
+        self._batches = batches
+
+    def __iter__(self) -> Iterator[Any]:
+        return self
+
+    def __next__(self) -> Any:
+        with LOADER_DEATHS.raised():
+            return next(self._batches)
 
 
 class _Requests:

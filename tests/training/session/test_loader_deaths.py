@@ -1,0 +1,60 @@
+"""Deaths of loader processes are raised where a batch is awaited, and not in the middle of other code."""
+
+import multiprocessing
+import os
+import signal
+import time
+
+import numpy as np
+import psutil
+import pytest
+import torch
+from torch.utils.data import Dataset
+
+from dure.training.session.loader import FetchRequest, Loader, SampleFetch
+
+ENDED = r"DataLoader worker \(pid.* (exited unexpectedly|is killed by signal)"
+
+
+class Slow(Dataset):
+    def __len__(self):
+        return 64
+
+    def __getitem__(self, index):
+        time.sleep(0.1 * (index > 8))
+        return torch.ones(2)
+
+
+@pytest.fixture
+def batches():
+    fetch = SampleFetch(Slow(), torch.stack, seed=0)
+    requests = [FetchRequest(0, np.arange(begin, begin + 8)) for begin in range(0, 64, 8)]
+    return Loader(fetch, torch.device("cpu"), num_workers=1).batches(requests)
+
+
+def end_loader():
+    (loader,) = multiprocessing.active_children()
+    loader.kill()
+    while psutil.Process(loader.pid).status() != psutil.STATUS_ZOMBIE:  # `join` would take the zombie away from torch
+        time.sleep(0.01)
+    os.kill(os.getpid(), signal.SIGCHLD)  # however late that of the kernel is delivered
+
+
+def test_death_between_two_batches_is_raised_with_the_next(batches):
+    next(batches)
+    end_loader()
+    time.sleep(0.05)  # by itself torch raises here
+    with pytest.raises(RuntimeError, match=ENDED):
+        next(batches)
+
+
+def test_death_while_a_batch_is_awaited_is_raised_at_once(batches):
+    next(batches)
+    (loader,) = multiprocessing.active_children()
+    before = signal.signal(signal.SIGALRM, lambda *_: loader.kill())
+    signal.setitimer(signal.ITIMER_REAL, 0.1)
+    begun = time.monotonic()
+    with pytest.raises(RuntimeError, match=ENDED):
+        next(batches)
+    signal.signal(signal.SIGALRM, before)
+    assert time.monotonic() - begun < 4  # torch looks every five seconds

@@ -35,7 +35,7 @@ from transformer_task import Text
 
 import dure
 from dure.strategies.table import STRATEGIES
-from dure.torchcompat import import_late_parts
+from dure.torchcompat.imports import import_late_parts
 
 STEPS: dict[str, Any] = {"global_batch_size": 7, "samples": 130, "clip_norm": 0.4, "seed": 5}
 """20 steps: six whole batches of 7 and one of two samples to an epoch, which no two devices share evenly."""

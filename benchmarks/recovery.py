@@ -216,7 +216,7 @@ def beat_microseconds() -> float:
 
     from dure.launch.worker.worker_process import unnamed_file
     from dure.process.heartbeat import Heartbeats
-    from dure.torchcompat import SequenceNumber
+    from dure.torchcompat.calls import SequenceNumber
 
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     descriptor, sequence, found = unnamed_file("beats"), SequenceNumber(), []

@@ -33,7 +33,7 @@ from dure.cluster.rank import RankInfo
 from dure.comm.algorithms import shm
 from dure.comm.groups import ProcessGroup, open_group
 from dure.process.context import StoreAddress
-from dure.torchcompat import import_late_parts
+from dure.torchcompat.imports import import_late_parts
 
 GLOO, COPY = "gloo", "copy"
 WARM_UP_ROUNDS = 3

@@ -20,7 +20,7 @@ from torch.utils.flop_counter import FlopCounterMode
 import dure
 import dure.data
 from dure.errors import EnvironmentLacks
-from dure.torchcompat import import_torchvision
+from dure.torchcompat.imports import import_torchvision
 
 NUM_CLASSES = 10
 

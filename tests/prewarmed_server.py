@@ -96,7 +96,7 @@ if __name__ == "__main__":
     import dure.report.tables
     import dure.strategies.data_parallel.ddp
     import dure.training.worker
-    from dure.torchcompat import import_late_parts
+    from dure.torchcompat.imports import import_late_parts
 
     import_late_parts()
     gc.freeze()  # what lives now is the server's: collecting it in a fork would only touch and so copy its pages

@@ -14,7 +14,7 @@ import torch
 from dure.cluster.rank import RankInfo
 from dure.comm.groups import ProcessGroup, open_group
 from dure.process.context import StoreAddress
-from dure.torchcompat import import_late_parts
+from dure.torchcompat.imports import import_late_parts
 
 
 def on_ranks(

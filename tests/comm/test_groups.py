@@ -5,7 +5,6 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from dure import torchcompat
 from dure.comm import groups
 from dure.comm.groups import Solo
 from dure.errors import PeerLost, SpecInvalid
@@ -74,7 +73,7 @@ def test_broadcast_of_odd_tensors_then_they_go_through_memory_that_the_backend_t
 @pytest.mark.parametrize(("is_of_devices", "left"), [(True, ["abort"]), (False, ["destroy"])])
 def test_abandon_then_nccl_is_aborted_for_its_orderly_end_waits_for_other_ranks(is_of_devices, left, monkeypatch):
     ends = []
-    monkeypatch.setattr(torchcompat, "abort_process_groups", lambda: ends.append("abort"))
+    monkeypatch.setattr(groups, "abort_process_groups", lambda: ends.append("abort"))
     monkeypatch.setattr(dist, "destroy_process_group", lambda group: ends.append("destroy"))
     group = object.__new__(groups.ProcessGroup)
     group._is_of_devices, group.process_group = is_of_devices, None

@@ -15,7 +15,7 @@ from dure.cluster.rank import MeetingPoint, RankInfo
 from dure.comm import meeting
 from dure.comm.meeting import Meeting
 from dure.errors import EnvironmentLacks, PeerLost
-from dure.torchcompat import store_at, store_on_socket
+from dure.torchcompat.stores import store_at, store_on_socket
 
 HERE = [RankInfo(rank=rank, local_rank=rank, world_size=2, local_world_size=2) for rank in range(2)]
 ON_TWO_HOSTS = [RankInfo(rank=rank, node_rank=rank, world_size=2) for rank in range(2)]

@@ -4,10 +4,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from dure import torchcompat
 from dure.comm.groups import ProcessGroup, Solo
 from dure.comm.mesh import Mesh
 from dure.errors import SpecInvalid
+from dure.torchcompat.collectives import group_timeout_seconds
 from tests.comm.gloo_ranks import on_ranks
 
 CPU = torch.device("cpu")
@@ -21,7 +21,7 @@ def lines_of(group):
     for axis in AXES:
         number = torch.tensor([10.0**group.rank])
         mesh.group(axis).all_reduce_sum(number)
-        seconds = torchcompat.group_timeout_seconds(mesh.process_group(axis))
+        seconds = group_timeout_seconds(mesh.process_group(axis))
         names = mesh.device_mesh.get_group(axis) is mesh.process_group(axis)
         found[axis] = (number.item(), mesh.coordinate(axis), mesh.ranks(axis), seconds, names)
     return found
@@ -48,7 +48,7 @@ def test_axis_of_all_ranks_when_there_is_cuda_then_its_group_is_the_run_s_own():
 
 
 def subgroup_timeout(group):
-    return torchcompat.group_timeout_seconds(group.subgroup())
+    return group_timeout_seconds(group.subgroup())
 
 
 def test_subgroup_then_has_the_timeout_of_the_run():

@@ -13,7 +13,7 @@ import torch
 
 from dure.data import cifar10, digits, known
 from dure.errors import DataInvalid, EnvironmentLacks
-from dure.torchcompat import import_torchvision
+from dure.torchcompat.imports import import_torchvision
 
 
 def test_digits_split_is_fixed_stratified_and_complete():

@@ -6,7 +6,7 @@ from torch import nn
 
 from dure.data.randomness import at_epoch
 from dure.errors import DataInvalid, EnvironmentLacks
-from dure.torchcompat import import_torchvision
+from dure.torchcompat.imports import import_torchvision
 from examples.cifar10_resnet50 import CIFAR10
 from tests.cifar10_slice import unpack_slice
 

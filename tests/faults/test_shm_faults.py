@@ -10,9 +10,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from dure import torchcompat
 from dure.errors import PeerLost
 from dure.failures.report import is_peer_lost
+from dure.torchcompat.collectives import all_gather_single
 from tests.comm.gloo_ranks import on_ranks
 
 pytestmark = pytest.mark.faults
@@ -57,7 +57,7 @@ def reduce_beside(group):
 
 
 def gather(group):
-    torchcompat.all_gather_single(torch.empty(3_000_000), torch.ones(1_000_000))
+    all_gather_single(torch.empty(3_000_000), torch.ones(1_000_000))
 
 
 @pytest.mark.parametrize("call", [reduce_in_turn, reduce_beside, gather])

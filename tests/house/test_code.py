@@ -79,7 +79,7 @@ def _is_written_name(node: ast.expr) -> bool:
 KINDS_OF_DEVICES = {"cuda", "mps", "xpu", "hpu", "mtia"}
 KNOW_KINDS = {
     "host/device_kinds.py": KINDS_OF_DEVICES,  # which is what it is for
-    "torchcompat.py": {"mps", "torch.cuda"},  # private functions, for which torch has nothing generic
+    "torchcompat/devices.py": {"mps", "torch.cuda"},  # private functions, for which torch has nothing generic
     "spec/foreign_names.py": {"cuda"},  # a flag of other tools
 }
 """Files that may name kinds of devices, each with the names."""

@@ -14,7 +14,7 @@ from dure.records.run_dir import RunDir
 from dure.records.step_record import StepRecord
 from dure.spec import PLACE_FIELDS
 from dure.terminal import print_status
-from dure.torchcompat import bytes_of
+from dure.torchcompat.tensors import bytes_of
 from dure.training.checkpoints.reader import Checkpoint
 from dure.training.checkpoints.store import CheckpointStore
 

@@ -48,7 +48,7 @@ def check_before_start(spec: RunSpec, launched: Launched | None = None) -> None:
         )
     _check_that_task_arrives(spec)
     if STRATEGIES[spec.strategy].checks_model:
-        from dure.torchcompat import kept_global_hooks  # imports torch
+        from dure.torchcompat.optimizers import kept_global_hooks
 
         with kept_global_hooks():  # ranks that are forked from here register their own hooks
             # on a host with devices, whichever this run uses: a later run of this process may use it

@@ -13,12 +13,13 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 
-from dure import torchcompat
 from dure.cluster.rank import RankInfo
 from dure.comm.startup import Startup
 from dure.documents import parse_json
 from dure.host.backends import reaches, takes_devices_only
 from dure.process.context import StoreAddress
+from dure.torchcompat.collectives import abort_process_groups, default_store
+from dure.torchcompat.stores import store_at, store_on_socket
 
 MESSAGE_LIMIT_BYTES = 64 * 2**20
 """Maximum bytes of one JSON message."""
@@ -200,7 +201,7 @@ class ProcessGroup(Group):
     def startup(self, report: Callable[[str], None] | None = None) -> Startup:
         """Return the steps of a start, over the store of the default group."""
         seconds = self._timeout.total_seconds() if self._timeout is not None else _LIFE_SECONDS
-        store = torchcompat.default_store()
+        store = default_store()
         return Startup(self.rank, self.world_size, store, timeout_seconds=seconds, report=report)
 
     def barrier(self) -> None:
@@ -222,7 +223,7 @@ class ProcessGroup(Group):
     def abandon(self) -> None:
         """Destroy the group at once, because an interpreter that exits with a live group may abort."""
         if self._is_of_devices and self.process_group is None:
-            torchcompat.abort_process_groups()
+            abort_process_groups()
         else:
             dist.destroy_process_group(self.process_group)
 
@@ -246,9 +247,9 @@ def open_group(
         store, prefix = dist.HashStore(), "alone"
     else:
         if rank.rank == 0 and address.listen_fd is not None:
-            store = torchcompat.store_on_socket(socket.socket(fileno=address.listen_fd), timeout)
+            store = store_on_socket(socket.socket(fileno=address.listen_fd), timeout)
         else:
-            store = torchcompat.store_at(address.host, address.port, timeout)
+            store = store_at(address.host, address.port, timeout)
         prefix = address.prefix
     with _gloo_on_loopback() if rank.is_one_host else nullcontext():
         dist.init_process_group(

@@ -20,7 +20,7 @@ from dure.errors import EnvironmentLacks, PeerLost
 from dure.host.devices import interface_of
 from dure.process.context import StoreAddress
 from dure.terminal import print_status
-from dure.torchcompat import store_at, store_on_socket
+from dure.torchcompat.stores import store_at, store_on_socket
 
 _POLL_SECONDS = 0.02
 _PRINT_AFTER_SECONDS = 10.0

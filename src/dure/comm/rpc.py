@@ -10,10 +10,10 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from dure import torchcompat
 from dure.comm.choice import host_numbers
 from dure.comm.groups import Group
 from dure.errors import SpecInvalid
+from dure.torchcompat.rpc import start_rpc, stop_rpc
 
 INTERFACE_VARIABLE = "TP_SOCKET_IFNAME"
 """TensorPipe's own variable for its interface."""
@@ -47,14 +47,12 @@ def open_agent(group: Group, *, timeout_seconds: float) -> None:
         )
     by_memory = INTERFACE_VARIABLE not in os.environ and sys.platform == "linux"
     with _on_loopback():
-        torchcompat.start_rpc(
-            agent_name(group.rank), group.rank, group.world_size, timeout_seconds, by_memory=by_memory
-        )
+        start_rpc(agent_name(group.rank), group.rank, group.world_size, timeout_seconds, by_memory=by_memory)
 
 
 def close_agent() -> None:
     """End the agent together with all others after all calls are done; none of them may be dead."""
-    torchcompat.stop_rpc(_CLOSE_SECONDS)
+    stop_rpc(_CLOSE_SECONDS)
 
 
 @contextmanager

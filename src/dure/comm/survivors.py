@@ -17,7 +17,7 @@ from dure.comm.groups import MESSAGE_LIMIT_BYTES, Group
 from dure.documents import parse_json
 from dure.errors import GroupShrank
 from dure.failures.report import is_peer_lost
-from dure.torchcompat import bytes_of
+from dure.torchcompat.tensors import bytes_of
 
 TAG = 42
 """Tag of the messages here, which separates them from others between the same ranks."""

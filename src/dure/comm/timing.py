@@ -20,7 +20,7 @@ from dure.comm.choice import choose_algorithm, host_numbers
 from dure.comm.groups import ProcessGroup
 from dure.errors import SpecInvalid
 from dure.process.jobs import BenchPlan
-from dure.torchcompat import all_gather_single, reduce_scatter_single
+from dure.torchcompat.collectives import all_gather_single, reduce_scatter_single
 
 LEAST_SECONDS = 0.05
 """Minimum seconds of all repeats of one size together."""

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from dure.data.tensor_data import BatchTransform, TensorData
 from dure.errors import DataInvalid, EnvironmentLacks
-from dure.torchcompat import import_torchvision
+from dure.torchcompat.imports import import_torchvision
 
 TEST_EVERY = 5
 """Interval of test samples among the digits of each class."""

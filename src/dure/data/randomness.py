@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from dure.torchcompat import default_generator
+from dure.torchcompat.devices import default_generator
 
 _MASK = (1 << 64) - 1
 _position = threading.local()

@@ -42,7 +42,8 @@ from dure.failures.record import CodeLine, Departure, FailureRecord, failure_to_
 from dure.host.gpu_health import gpu_health
 from dure.process.context import DEPARTURE
 from dure.process.own_descriptors import usable
-from dure.torchcompat import left_group_at, library_for_another_torch
+from dure.torchcompat.imports import library_for_another_torch
+from dure.torchcompat.stores import left_group_at
 
 _PEER_LOST_WORDS = (
     "connection closed by peer",

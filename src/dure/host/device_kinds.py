@@ -183,7 +183,7 @@ def _compute_in_float64(name: str) -> None:
 
 def can_compile(name: str) -> bool:
     """Return whether `torch.compile` generates code for devices of a kind."""
-    from dure.torchcompat import has_inductor_for  # imports torch
+    from dure.torchcompat.devices import has_inductor_for
 
     known = device_kind(name).compiles
     return has_inductor_for(name) if known is None else known

@@ -69,7 +69,7 @@ class Heartbeats:
             rank: Rank of the line, always the same.
             step: Steps begun.
             phase: One of `PHASES`.
-            sequence: Number of the last collective, from `torchcompat.SequenceNumber`.
+            sequence: Number of the last collective, from `torchcompat.calls.SequenceNumber`.
         """
         now, number, line = time.monotonic(), PHASES.index(phase), rank * _LINE_BYTES
         if self._count:

@@ -16,7 +16,8 @@ from torch import Tensor
 
 from dure.errors import TaskInvalid
 from dure.host.device_kinds import device_kind
-from dure.torchcompat import functional_calls_in_turn, has_modes_of_thread, watched_parametrizations
+from dure.torchcompat.modes import has_modes_of_thread
+from dure.torchcompat.modules import functional_calls_in_turn, watched_parametrizations
 
 
 class BroadcastParameters(torch.autograd.Function):

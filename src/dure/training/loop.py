@@ -15,7 +15,7 @@ from dure.records.step_record import StepRecord
 from dure.strategies.contract.step_clock import StepClock
 from dure.strategies.contract.step_facts import Requests, StepFacts
 from dure.strategies.contract.strategy import Strategy
-from dure.torchcompat import copy_all
+from dure.torchcompat.tensors import copy_all
 from dure.training.session.loader import Loader
 from dure.training.session.sample_order import GlobalBatch, SampleOrder
 from dure.training.step_samples import PlannedStep, RankBatch, samples_of

@@ -12,7 +12,6 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from dure import torchcompat
 from dure.data.randomness import kept_global_randomness
 from dure.errors import DureError, TaskInvalid, message_of
 from dure.records.step_record import Metric
@@ -31,6 +30,9 @@ from dure.strategies.state.objects.surroundings import Surroundings
 from dure.strategies.state.optimizer import settings_of
 from dure.strategies.state.shared_storage import recomputed_weights
 from dure.strategies.state.trial import KeptBuffers, Writes, is_equal
+from dure.torchcompat.compilation import all_as_written
+from dure.torchcompat.modes import without_function_modes
+from dure.torchcompat.tensors import local_tensor
 from dure.training.best_metric import Best
 from dure.training.inspection.collectives import CollectiveCalled, no_collectives
 from dure.training.inspection.phases import positions_of
@@ -74,12 +76,12 @@ class _Asked:
 
     def note(self) -> None:
         """Record the current changes; the comparison itself does not count as a use of tensors."""
-        with torchcompat.without_function_modes():
+        with without_function_modes():
             self.changed.update(self._state.changed())
 
     def state_without_weights(self) -> dict[str, int]:
         """Return checksums of the state that is changed now, by path, without the weights."""
-        with torchcompat.without_function_modes():
+        with without_function_modes():
             changed = self._state.changed()
         held = self._state.first
         return {
@@ -487,7 +489,7 @@ def _limited_embeddings(session: Session) -> dict[str, _Kept]:
 
 
 def _few_evaluated(session: Session, loader: Loader, num_samples: int, batch_size: int) -> dict[str, Metric]:
-    with torchcompat.all_as_written():  # compiling for so few would be wasted
+    with all_as_written():  # compiling for so few would be wasted
         return evaluate(
             session.task, session.strategy, loader.without_workers(), num_samples=num_samples, batch_size=batch_size
         )
@@ -540,7 +542,7 @@ def few_losses(session: Session, loader: Loader, num_samples: int, tolerance: fl
         )
         return found["loss"].value
 
-    with torchcompat.all_as_written():
+    with all_as_written():
         at_once, in_parts = loss(few), loss(max(1, few // 2))
         if at_once == in_parts or math.isclose(loss(few, session.spec.seed + 1), at_once, rel_tol=tolerance):
             return at_once, in_parts, few
@@ -553,4 +555,4 @@ def _weights(session: Session) -> dict[str, int]:
     trained = {name for name, _ in strategy.model.named_parameters(remove_duplicate=False)}
     state = own_state(strategy).model
     names = [name for name in state if name in trained]
-    return dict(zip(names, checksums(torchcompat.local_tensor(state[name]) for name in names), strict=True))
+    return dict(zip(names, checksums(local_tensor(state[name]) for name in names), strict=True))

@@ -14,7 +14,7 @@ from torch import Tensor
 from dure.data.randomness import drawing_devices, mix
 from dure.errors import TaskInvalid
 from dure.host.device_kinds import device_kind
-from dure.torchcompat import default_generator
+from dure.torchcompat.devices import default_generator
 
 
 def seed_everything(seed: int) -> None:

@@ -18,7 +18,7 @@ from dure.strategies.state.objects.object_state import ObjectState
 from dure.strategies.state.shared_storage import recomputed_weights
 from dure.strategies.state.trial import KeptBuffers
 from dure.terminal import one_line
-from dure.torchcompat import step_hook_registries
+from dure.torchcompat.optimizers import step_hook_registries
 from dure.training.best_metric import Best
 from dure.training.late_inspection import LateInspection
 from dure.training.loop import Boundary, StepOutcome, TrainingLoop

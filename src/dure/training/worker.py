@@ -34,7 +34,8 @@ from dure.strategies.contract.strategy import Strategy
 from dure.strategies.state.tensor_shard import Needs, rectangles
 from dure.strategies.table import load_strategy
 from dure.terminal import print_status, print_traceback
-from dure.torchcompat import SequenceNumber, import_late_parts
+from dure.torchcompat.calls import SequenceNumber
+from dure.torchcompat.imports import import_late_parts
 from dure.training.checkpoints.reader import Checkpoint
 from dure.training.checkpoints.store import CheckpointStore
 from dure.training.fault_injection import PlannedFaults, read_faults

@@ -19,11 +19,11 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Partial, Shard, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 
-from dure import torchcompat
 from dure.comm.algorithms import shm
 from dure.comm.dure_shm import group as group_module
 from dure.comm.dure_shm.backend import SharedMemoryGroup
 from dure.errors import EnvironmentLacks, PeerLost, RanksDisagree
+from dure.torchcompat.collectives import all_gather_single, reduce_scatter_single
 from tests.comm.gloo_ranks import on_ranks
 
 RANKS = [1, 2, 3, 4]
@@ -226,8 +226,8 @@ def fall_back(group):
     total, own = torch.ones(3), torch.full((2,), float(rank))
     dist.all_reduce(total, group=ours)
     long, part = torch.empty(4), torch.empty(2)
-    torchcompat.all_gather_single(long, own, group=ours)
-    torchcompat.reduce_scatter_single(part, long, group=ours)
+    all_gather_single(long, own, group=ours)
+    reduce_scatter_single(part, long, group=ours)
     listed = [torch.empty(2), torch.empty(2)]
     dist.all_gather(listed, own, group=ours)
     dist.reduce_scatter(part, listed, group=ours)

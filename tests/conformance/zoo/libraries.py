@@ -7,7 +7,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.optim import SGD, Optimizer
 
-from dure.torchcompat import repair_torchvision
+from dure.torchcompat.imports import repair_torchvision
 from tests.conformance.zoo.feature import HIDDEN, IN, OUT, Samples, ZooTask, data, feature
 
 repair_torchvision()  # timm and transformers import it

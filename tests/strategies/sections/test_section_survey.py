@@ -12,7 +12,7 @@ from torch.nn import functional
 from dure.strategies.sections.costs import parameter_bytes
 from dure.strategies.sections.plan import SURVEYED_SAMPLES, held_bytes
 from dure.strategies.sections.trace import survey, switched, tensors_of
-from dure.torchcompat import module_call, replace_module_call
+from dure.torchcompat.modules import module_call, replace_module_call
 from tests.specs import spec_of
 
 X = torch.arange(12.0).view(3, 4)

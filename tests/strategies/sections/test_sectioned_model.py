@@ -23,7 +23,7 @@ from dure.strategies.sections.stand_in import stand_in
 from dure.strategies.sections.trace import Survey, survey
 from dure.strategies.sections.values import describe
 from dure.strategies.sections.verify import _Outcome, rehearse
-from dure.torchcompat import import_torchvision
+from dure.torchcompat.imports import import_torchvision
 from examples.char_gpt import GPT
 
 CPU = torch.device("cpu")

@@ -107,9 +107,8 @@ def away(monkeypatch: pytest.MonkeyPatch, streams: Streams) -> list[tuple[str, i
     for module in (snapshot_writer, memory_saver):
         monkeypatch.setattr(module, "can_copy_beside", lambda tensor: tensor.is_floating_point())
     monkeypatch.setattr(snapshot_writer, "device_kind", lambda kind: KINDS["cuda"])
-    compat = snapshot_writer.torchcompat
-    monkeypatch.setattr(compat, "pin_host_memory", lambda address, size: pinned.append(("pin", size)) or True)
-    monkeypatch.setattr(compat, "unpin_host_memory", lambda address: pinned.append(("unpin", 0)))
+    monkeypatch.setattr(snapshot_writer, "pin_host_memory", lambda address, size: pinned.append(("pin", size)) or True)
+    monkeypatch.setattr(snapshot_writer, "unpin_host_memory", lambda address: pinned.append(("unpin", 0)))
     return pinned
 
 

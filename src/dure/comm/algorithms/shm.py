@@ -33,7 +33,7 @@ from dure.comm.algorithms.segments import finish_mean
 from dure.comm.shared_memory.call_number import call_number
 from dure.comm.shared_memory.memory import SharedMemory, open_common_bytes, open_shared_memory
 from dure.comm.shared_memory.rounds import in_rounds
-from dure.torchcompat import group_timeout_seconds
+from dure.torchcompat.collectives import group_timeout_seconds
 
 SHARE_BYTES = 512 * 2**10
 """Maximum size of a rank's share of a round, which it works on at a time; see benchmarks/shm.py."""

@@ -40,7 +40,7 @@ from dure.comm.dure_shm.arguments import (
 from dure.comm.dure_shm.group import QueuedGroup
 from dure.comm.shared_memory.call_number import call_number
 from dure.comm.shared_memory.memory import SharedMemory
-from dure.torchcompat import AllgatherOptions
+from dure.torchcompat.collectives import AllgatherOptions
 
 
 class SharedMemoryGroup(QueuedGroup):

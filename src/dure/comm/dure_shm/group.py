@@ -14,7 +14,8 @@ from dure.comm.algorithms.shm import slot_bytes_for
 from dure.comm.dure_shm.work import SharedMemoryWork, run_works
 from dure.comm.shared_memory.memory import SharedMemory, open_shared_memory
 from dure.errors import EnvironmentLacks
-from dure.torchcompat import calls_of_gloo, give_gloo
+from dure.torchcompat.calls import calls_of_gloo
+from dure.torchcompat.collectives import give_gloo
 
 NAME = "dure_shm"
 

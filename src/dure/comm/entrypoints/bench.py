@@ -13,7 +13,7 @@ from dure.host.device_kinds import device_kind
 from dure.process.context import Place
 from dure.process.jobs import BenchJob
 from dure.terminal import LiveLine
-from dure.torchcompat import import_late_parts
+from dure.torchcompat.imports import import_late_parts
 from dure.units import format_bytes
 
 

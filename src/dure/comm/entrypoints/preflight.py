@@ -19,7 +19,7 @@ from dure.failures.report import describe_failure, write_failure
 from dure.host.device_kinds import device_kind
 from dure.process.context import Place
 from dure.process.jobs import PreflightJob
-from dure.torchcompat import import_late_parts
+from dure.torchcompat.imports import import_late_parts
 
 _LARGE_BYTES = 4 * 2**20
 _PERIOD = 251

@@ -104,5 +104,5 @@ def frames_from(frames: Iterable[Sequence[Any]]) -> tuple[Frame, ...]:
 
 
 def collective_from(entry: Mapping[str, Any]) -> Collective:
-    """Parse one entry of `torchcompat.flight_record`."""
+    """Parse one entry of `torchcompat.calls.flight_record`."""
     return Collective(**{**entry, "frames": frames_from(entry["frames"])})

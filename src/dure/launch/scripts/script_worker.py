@@ -46,7 +46,7 @@ def before_fork(job: ScriptJob) -> None:
 
 
 def _import_common_parts() -> None:
-    from dure.torchcompat import import_late_parts
+    from dure.torchcompat.imports import import_late_parts
 
     import_late_parts()
     importlib.import_module("dure.failures.report")
@@ -137,7 +137,7 @@ def _set_threads(threads: int) -> None:
 
 
 def _meet(place: Place) -> None:
-    from dure.torchcompat import meet_at_served_store
+    from dure.torchcompat.stores import meet_at_served_store
 
     assert place.store is not None
     meet_at_served_store(place.store.host, place.store.port)
@@ -165,7 +165,7 @@ class _Losses:
     def note(self, error: BaseException) -> None:
         """Note an error of a collective if it reports a lost rank."""
         from dure.failures.report import contexts, is_due_to_lost_peer, is_due_to_timeout, leave_loss
-        from dure.torchcompat import calls_made_in_last_group
+        from dure.torchcompat.stores import calls_made_in_last_group
 
         if os.getpid() == self._pid and not self._is_over and is_due_to_lost_peer(error):
             self._before.append({id(one) for one in contexts(error)})
@@ -191,7 +191,7 @@ class _Losses:
         self._is_over = True
         if not self._before:
             return False
-        from dure.torchcompat import calls_made_in_last_group
+        from dure.torchcompat.stores import calls_made_in_last_group
 
         if calls_made_in_last_group() > self._calls >= 0:
             return False
@@ -199,7 +199,7 @@ class _Losses:
 
 
 def _watch_collectives(losses: _Losses) -> None:
-    from dure.torchcompat import watch_failed_calls
+    from dure.torchcompat.calls import watch_failed_calls
 
     watch_failed_calls(losses.note)
 
@@ -208,7 +208,7 @@ def _count_steps(rank: int, heartbeats: Heartbeats | None, losses: _Losses) -> l
     """Make every optimiser step a heartbeat, and the proof that losses are overcome; return the live count of steps."""
     from torch.optim.optimizer import register_optimizer_step_post_hook
 
-    from dure.torchcompat import SequenceNumber
+    from dure.torchcompat.calls import SequenceNumber
 
     count = [0]
     if heartbeats is None:
@@ -227,7 +227,7 @@ def _count_steps(rank: int, heartbeats: Heartbeats | None, losses: _Losses) -> l
 
 def _note_end(rank: int, heartbeats: Heartbeats | None, step: int) -> None:
     if heartbeats is not None:
-        from dure.torchcompat import SequenceNumber
+        from dure.torchcompat.calls import SequenceNumber
 
         heartbeats.beat(rank, step, "leaving", SequenceNumber().now())
 
@@ -353,7 +353,7 @@ def _fail(error: BaseException, place: Place, step: int, losses: _Losses | None,
 
 def _collective() -> str | None:
     """Return the name of the collective in which this rank is, or was when it failed."""
-    from dure.torchcompat import flight_record
+    from dure.torchcompat.calls import flight_record
 
     try:
         calls = [collective_from(entry) for entry in flight_record()]

@@ -33,6 +33,8 @@ STATE, COUNT, ENDING = "state", "count", "ending"
 
 LENGTH = struct.Struct("<I")
 _QUESTIONS_BYTES = 4096
+_CALLS = "dure.torchcompat.calls"
+"""Module that reads calls of `torch.distributed`; not imported here, for a script may use no torch."""
 _CRASHES = {signal.SIGSEGV, signal.SIGABRT, signal.SIGFPE, signal.SIGILL}
 
 
@@ -108,16 +110,16 @@ def _own_state(main: int) -> dict[str, Any]:
         "called": None,
         "groups": {},
     }
-    compat = sys.modules.get("dure.torchcompat")
-    if compat is None:
+    calls = sys.modules.get(_CALLS)
+    if calls is None:
         return state
     try:
         for ident in sorted(innermost, key=lambda ident: ident != main):
-            call = None if state["call"] else compat.call_under_way(innermost[ident])
+            call = None if state["call"] else calls.call_under_way(innermost[ident])
             state["call"] = state["call"] or (call and {**call, "is_main": ident == main})
-        state["called"] = compat.name_called(innermost[main]) if main in innermost else None
-        state["groups"] = compat.group_members()
-        state["collectives"] = compat.flight_record()[-MOST_COLLECTIVES:]
+        state["called"] = calls.name_called(innermost[main]) if main in innermost else None
+        state["groups"] = calls.group_members()
+        state["collectives"] = calls.flight_record()[-MOST_COLLECTIVES:]
     except Exception as error:
         state["error"] = f"{type(error).__name__}: {error}"
     return state
@@ -132,14 +134,14 @@ def _handled(main: int) -> str | None:
 
 
 def _left() -> float | None:
-    compat = sys.modules.get("dure.torchcompat")
-    return None if compat is None else compat.left_group_at()
+    stores = sys.modules.get("dure.torchcompat.stores")
+    return None if stores is None else stores.left_group_at()
 
 
 def _calls_made() -> int:
-    compat = sys.modules.get("dure.torchcompat")
+    calls = sys.modules.get(_CALLS)
     try:
-        return -1 if compat is None else int(compat.calls_made())
+        return -1 if calls is None else int(calls.calls_made())
     except Exception:  # a group that is just being created or destroyed
         return -1
 

@@ -64,7 +64,7 @@ def serve(descriptor: int, parent_pid: int) -> None:
         signal.signal(number, signal.SIG_IGN)
     from datetime import timedelta
 
-    from dure.torchcompat import store_on_socket
+    from dure.torchcompat.stores import store_on_socket
 
     store = store_on_socket(socket.socket(fileno=descriptor), timedelta(seconds=_TIMEOUT_SECONDS))
     while store is not None:

@@ -11,7 +11,6 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from dure import torchcompat
 from dure.errors import SpecInvalid, TaskInvalid
 from dure.records.sums import Sum
 from dure.strategies.contract.batch_parts import BatchParts, DataShare
@@ -45,7 +44,10 @@ from dure.strategies.state.hooks import gradient_hooks
 from dure.strategies.state.optimizer import optimizer_to_names
 from dure.strategies.state.saved_state import CarriedState, StateSource, StrategyState
 from dure.strategies.state.tensor_shard import Needs, rectangles, whole_buffers
-from dure.torchcompat import move_module, run_backward
+from dure.torchcompat.gradients import run_backward
+from dure.torchcompat.modules import BatchNorm, Dropout, move_module
+from dure.torchcompat.optimizers import step_hooks
+from dure.torchcompat.tensors import multiply_
 
 _AS_IT_IS = nullcontext()
 LossFunction = Callable[[nn.Module, Any], "Tensor | Sum"]
@@ -304,10 +306,8 @@ class Strategy(ABC):
 
     def not_preserved(self) -> list[str]:
         """Return the differences between this run, with its model and options, and the run on one device."""
-        has_batchnorm = self.traits.learns_statistics and any(
-            isinstance(m, torchcompat.BatchNorm) for m in self.model.modules()
-        )
-        has_step_hooks = bool(torchcompat.step_hooks(self.optimizer))
+        has_batchnorm = self.traits.learns_statistics and any(isinstance(m, BatchNorm) for m in self.model.modules())
+        has_step_hooks = bool(step_hooks(self.optimizer))
         draws = self._model_draws if self.is_loss_whole else self.draws
         found = Findings(draws=draws, has_batchnorm=has_batchnorm, has_step_hooks=has_step_hooks)
         declared = self.declared_by_row(found)
@@ -350,7 +350,7 @@ class Strategy(ABC):
 
     @property
     def _model_draws(self) -> bool:
-        has_dropout = any(isinstance(m, torchcompat.Dropout) and m.p > 0 for m in self.model.modules())
+        has_dropout = any(isinstance(m, Dropout) and m.p > 0 for m in self.model.modules())
         return (has_dropout and self.traits.has_dropout) or self.traits.model_draws
 
     def check_traits(self, model: nn.Module) -> list[str]:
@@ -506,7 +506,7 @@ class Strategy(ABC):
     def _correct_count(self) -> None:
         if self.expectation is not None:
             gradients = [p.grad for p in self.trainable if p.grad is not None]
-            torchcompat.multiply_(gradients, self.expectation / self.sums.count)
+            multiply_(gradients, self.expectation / self.sums.count)
 
 
 def _no_phases() -> Generator[str]:

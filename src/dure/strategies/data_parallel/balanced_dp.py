@@ -30,7 +30,7 @@ from dure.strategies.data_parallel.options import BalancedOptions
 from dure.strategies.division.divided_calls import check_parameters
 from dure.strategies.state.forward_state import ForwardAttributes
 from dure.strategies.state.module_replicas import Replica, replicate
-from dure.torchcompat import gradient_hooks_of
+from dure.torchcompat.gradients import gradient_hooks_of
 
 
 class UnevenParts(BatchParts):

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from dure.errors import SpecInvalid
-from dure.torchcompat import all_gather_single
+from dure.torchcompat.collectives import all_gather_single
 
 BLOCK_ELEMENTS = 1024
 """Elements that share one int8 scale."""

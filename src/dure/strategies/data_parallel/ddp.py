@@ -23,7 +23,9 @@ from dure.strategies.contract.weight_rules import WeightRules
 from dure.strategies.data_parallel.compression import Compression, check_compression
 from dure.strategies.data_parallel.gradient_sums import add_up_gradients, sum_of_sparse
 from dure.strategies.data_parallel.options import DDPOptions
-from dure.torchcompat import BatchNorm, buffer_option, check_reduction, run_backward, without_gradient_hooks
+from dure.torchcompat.collectives import buffer_option, check_reduction
+from dure.torchcompat.gradients import run_backward, without_gradient_hooks
+from dure.torchcompat.modules import BatchNorm
 
 _SEVERAL_PARTS = (
     "static_graph takes the graph from the first backward that ends a step, and this step has several microbatches: "

@@ -28,7 +28,7 @@ from dure.strategies.contract.weight_rules import WeightRules
 from dure.strategies.data_parallel.compression import Compression, check_compression, open_compression
 from dure.strategies.data_parallel.gradient_sums import add_up_gradients
 from dure.strategies.data_parallel.options import RingDDPOptions
-from dure.torchcompat import run_backward
+from dure.torchcompat.gradients import run_backward
 
 NUM_FACTS = 4
 

@@ -14,7 +14,6 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from dure import torchcompat
 from dure.errors import TaskInvalid
 from dure.strategies.contract.replica_state import ReplicaState, replica_state
 from dure.strategies.contract.weight_rules import WeightRules
@@ -24,6 +23,8 @@ from dure.strategies.division.step_hooks import fault_of_replaced_step, run_arou
 from dure.strategies.state.optimizer import group_names, optimizer_to_names
 from dure.strategies.state.saved_state import StateSource, StrategyState
 from dure.strategies.state.tensor_shard import Needs, rectangles, version_of
+from dure.torchcompat.imports import import_distributed_optim
+from dure.torchcompat.optimizers import divide_optimizer
 
 
 class ZeRO1(DDP):
@@ -42,7 +43,7 @@ class ZeRO1(DDP):
     @classmethod
     def import_late_parts(cls) -> None:
         """Import the optimisers of torch.distributed: 0.8 s of processor time in every rank."""
-        torchcompat.import_distributed_optim()
+        import_distributed_optim()
 
     @classmethod
     def check_optimizer(cls, optimizer: Optimizer) -> list[str]:
@@ -141,7 +142,7 @@ def divide(optimizer: Optimizer) -> Optimizer:
         return optimizer
 
     parameters = [parameter for group in groups for parameter in group["params"]]
-    return torchcompat.divide_optimizer(groups, take_part, in_one_message=_fit_one_buffer(parameters))
+    return divide_optimizer(groups, take_part, in_one_message=_fit_one_buffer(parameters))
 
 
 def _fit_one_buffer(parameters: list[nn.Parameter]) -> bool:

@@ -9,7 +9,6 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from dure import torchcompat
 from dure.data.partition import shares
 from dure.errors import TaskInvalid
 from dure.strategies.contract.batch_layout import Role, has_rows, role_by_size
@@ -21,6 +20,7 @@ from dure.strategies.state.containers import is_sequence, items_of, map_leaves, 
 from dure.strategies.state.forward_state import ForwardAttributes, SharedState
 from dure.strategies.state.module_replicas import Intercepted, Replica, replicate
 from dure.strategies.state.not_gathered import NotGathered
+from dure.torchcompat.modes import is_transforming
 
 
 class DividedCalls:
@@ -59,7 +59,7 @@ class DividedCalls:
 
     def _call(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         is_inside = getattr(self._inside, "value", False)
-        if not self._num_samples or is_inside or torchcompat.is_transforming():
+        if not self._num_samples or is_inside or is_transforming():
             return original(*args, **kwargs)
         num_rows = _num_rows((args, kwargs), self._num_samples)
         counts = [count for count in shares(num_rows, len(self._devices)) if count]

@@ -15,7 +15,6 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from dure import torchcompat
 from dure.data.randomness import GeneratorStates, kept_global_randomness
 from dure.errors import TaskInvalid, message_of
 from dure.strategies.contract.batch_layout import are_equal
@@ -26,6 +25,7 @@ from dure.strategies.state.forward_state import ForwardAttributes
 from dure.strategies.state.module_replicas import replicate
 from dure.strategies.state.not_gathered import NotGathered
 from dure.strategies.state.objects.object_state import ObjectState
+from dure.torchcompat.modules import BatchNorm
 
 Call = tuple[tuple[Any, ...], dict[str, Any]]
 """Positional and keyword arguments."""
@@ -139,7 +139,7 @@ class _Trial:
 
     def _has_statistics(self, is_training: bool | None) -> bool:
         return any(
-            isinstance(module, torchcompat.BatchNorm)
+            isinstance(module, BatchNorm)
             and ((module.training if is_training is None else is_training) or not module.track_running_stats)
             for module in self._model.modules()
         )

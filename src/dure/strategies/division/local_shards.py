@@ -20,7 +20,6 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from dure import torchcompat
 from dure.comm.groups import Group
 from dure.errors import SpecInvalid, TaskInvalid
 from dure.strategies.contract.batches import map_tensors
@@ -34,6 +33,8 @@ from dure.strategies.division.optimizer_trial import reason_not_to_cut
 from dure.strategies.division.step_hooks import fault_of_hooks, refuse_later_hooks
 from dure.strategies.state.optimizer import optimizer_to_names
 from dure.strategies.state.saved_state import StateSource, StrategyState
+from dure.torchcompat.optimizers import found_overflows
+from dure.torchcompat.tensors import divided_like, own_attributes
 
 _requires_grad = operator.attrgetter("requires_grad")
 
@@ -68,7 +69,7 @@ class LocalShards:
     def _local_of(self, parameter: DTensor) -> nn.Parameter:
         # detached: the same memory, and a leaf, as an optimiser requires
         local = nn.Parameter(parameter.to_local().detach(), requires_grad=parameter.requires_grad)
-        vars(local).update(torchcompat.own_attributes(parameter))
+        vars(local).update(own_attributes(parameter))
         self._wholes[id(local)], self._locals[id(parameter)] = parameter, local  # type: ignore[assignment]
         return local
 
@@ -178,7 +179,7 @@ def _to_whole(parameter: Any, state: Any) -> Any:
     def convert(value: Tensor) -> Tensor:
         if value.shape != shape:
             return value  # a step count, for example
-        return torchcompat.divided_like(parameter, value)
+        return divided_like(parameter, value)
 
     return map_tensors(state, convert)
 
@@ -263,7 +264,7 @@ class ShardedStrategy(Strategy):
         """
         super().unscale_gradients()
         if self.precision.scaler is not None:
-            for found in torchcompat.found_overflows(self.precision.scaler, self.optimizer):
+            for found in found_overflows(self.precision.scaler, self.optimizer):
                 self.group.all_reduce_sum(found)
 
     def clip_gradients(self, parameters: list[nn.Parameter], most: float) -> None:

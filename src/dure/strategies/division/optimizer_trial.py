@@ -29,7 +29,8 @@ from dure.strategies.division.late_steps import STEPS_BEFORE, STEPS_EACH, StepCo
 from dure.strategies.division.stand_ins import StandIn
 from dure.strategies.division.step_hooks import fault_of_hooks
 from dure.strategies.state.objects.object_state import ObjectState
-from dure.torchcompat import is_step_replaced, local_tensor, own_attributes, step_without_hooks
+from dure.torchcompat.optimizers import is_step_replaced, step_without_hooks
+from dure.torchcompat.tensors import local_tensor, own_attributes
 
 _AS_IT_IS = nullcontext()
 NEEDS_CLOSURE = "its step asks for a closure that computes the loss of the whole model again"

@@ -12,8 +12,8 @@ from typing import Any, NoReturn
 
 from torch.optim import Optimizer
 
-from dure import torchcompat
 from dure.errors import TaskInvalid
+from dure.torchcompat.optimizers import is_step_replaced, share_step_hooks, step_hooks
 
 _LISTS = ("params", "param_names")
 """Keys of a group for which the optimiser of all ranks has entries of trainable parameters only."""
@@ -23,7 +23,7 @@ Hook = Callable[[Optimizer, tuple[Any, ...], dict[str, Any]], Any]
 
 def fault_of_hooks(optimizer: Optimizer) -> str | None:
     """Return the reason why hooks on an optimiser's step cannot run if every rank has a part; None without hooks."""
-    hooks = torchcompat.step_hooks(optimizer)
+    hooks = step_hooks(optimizer)
     if not hooks:
         return fault_of_replaced_step(optimizer)
     names = ", ".join(dict.fromkeys(getattr(hook, "__qualname__", type(hook).__name__) for hook in hooks))
@@ -40,7 +40,7 @@ def fault_of_replaced_step(optimizer: Optimizer) -> str | None:
     The replacement may read everything, as a hook may. Nothing separates its work before and after the step from the
     step itself.
     """
-    if not torchcompat.is_step_replaced(optimizer):
+    if not is_step_replaced(optimizer):
         return None
     return (
         f"the step of the optimiser {type(optimizer).__name__} was replaced by another function, which on each rank "
@@ -74,7 +74,7 @@ def run_around_all(optimizer: Optimizer, part: Optimizer, groups: Sequence[Mappi
         groups: Groups of `part`, as the task has made them.
     """
     whole = _WholeView(optimizer, part, groups)
-    torchcompat.share_step_hooks(optimizer, part, lambda own, parts: _HooksOfBoth(own, parts, whole))
+    share_step_hooks(optimizer, part, lambda own, parts: _HooksOfBoth(own, parts, whole))
 
 
 class _WholeView:

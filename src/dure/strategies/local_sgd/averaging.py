@@ -22,7 +22,9 @@ from dure.strategies.data_parallel.gradient_sums import add_up_gradients
 from dure.strategies.local_sgd.averaged_state import average_optimizer_state
 from dure.strategies.local_sgd.options import AveragingOptions
 from dure.strategies.state.saved_state import StateSource, StrategyState
-from dure.torchcompat import BatchNorm, copy_all, run_backward
+from dure.torchcompat.gradients import run_backward
+from dure.torchcompat.modules import BatchNorm
+from dure.torchcompat.tensors import copy_all
 
 
 class Averaging(Strategy):

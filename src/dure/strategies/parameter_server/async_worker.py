@@ -20,7 +20,6 @@ from typing import NamedTuple
 import torch
 from torch.optim import Optimizer
 
-from dure import torchcompat
 from dure.comm.survivors import SurvivorsGroup
 from dure.errors import PeerLost
 from dure.strategies.contract.batch_parts import DataShare
@@ -30,6 +29,8 @@ from dure.strategies.contract.step_facts import LossTerm, LostShare, Requests, S
 from dure.strategies.parameter_server.serving import Serving
 from dure.strategies.parameter_server.worker import Worker
 from dure.strategies.state.saved_state import StateSource
+from dure.torchcompat.optimizers import found_overflows
+from dure.torchcompat.tensors import multiply_
 
 
 class PushNumbers(NamedTuple):
@@ -159,7 +160,7 @@ class AsyncWorker(Worker):
             items = self._global_samples / self._num_samples
             if gradients := [p.grad for p in self.trainable if p.grad is not None]:
                 factor = items if self.expectation is None else self.expectation / self._loss_count
-                torchcompat.multiply_(gradients, factor)
+                multiply_(gradients, factor)
             if self.has_overflowed():
                 fraction = 0.0
             elif self.spec.clip_norm is not None:
@@ -179,7 +180,7 @@ class AsyncWorker(Worker):
         if scaler is None:
             return False
         self.precision.unscale(self.optimizer)
-        overflows = torchcompat.found_overflows(scaler, self.optimizer)
+        overflows = found_overflows(scaler, self.optimizer)
         has_overflowed = any(bool(found.item()) for found in overflows)
         self.precision.update()
         return has_overflowed

@@ -21,7 +21,7 @@ from dure.strategies.parameter_server.shards import Message, Shard
 from dure.strategies.state.optimizer import group_names, optimizer_to_names
 from dure.strategies.state.saved_state import StateSource, StrategyState
 from dure.strategies.state.tensor_shard import Needs, Rectangle, TensorShard
-from dure.torchcompat import own_attributes
+from dure.torchcompat.tensors import own_attributes
 
 
 class Server(Strategy):

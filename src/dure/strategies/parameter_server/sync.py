@@ -10,13 +10,13 @@ import math
 import torch
 from torch import Tensor, nn
 
-from dure import torchcompat
 from dure.comm.groups import Group, ProcessGroup
 from dure.strategies.contract.precision import refuse_closure
 from dure.strategies.contract.replica_state import ReplicaState, replica_state
 from dure.strategies.contract.step_facts import Requests, StepFacts
 from dure.strategies.parameter_server.server import Server
 from dure.strategies.parameter_server.worker import Worker
+from dure.torchcompat.optimizers import found_overflows
 
 _LOSS, _COUNT, _STOP, _SAVE, _OVERFLOW, _EXPECTATION = range(6)
 _NUM_FACTS = 5
@@ -67,7 +67,7 @@ class SyncWorker(Worker):
         if self.precision.scaler is None:
             return []
         self.precision.unscale(self.optimizer)
-        return torchcompat.found_overflows(self.precision.scaler, self.optimizer)
+        return found_overflows(self.precision.scaler, self.optimizer)
 
     def replica(self) -> ReplicaState:
         """Return the weights that the servers sent, and the untrained ones, which are equal on all workers."""

@@ -10,7 +10,7 @@ from dure.host.device_kinds import memory_of
 from dure.strategies.contract.strategy import Strategy
 from dure.strategies.sections.plan import SectionPlan, look_at, plan_sections
 from dure.strategies.sections.verify import rehearse
-from dure.torchcompat import move_module
+from dure.torchcompat.modules import move_module
 
 
 def decide(strategy: Strategy, model: nn.Module, num_stages: int, cuts: str | None) -> dict[str, Any]:

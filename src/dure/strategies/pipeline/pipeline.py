@@ -50,7 +50,7 @@ from dure.strategies.state.saved_state import StateSource, StrategyState
 from dure.strategies.tensor_parallel.plan import axis_faults, needless_options, plan_of
 from dure.strategies.tensor_parallel.tensor_division import TensorDivision
 from dure.strategies.tensor_parallel.values import undivided
-from dure.torchcompat import with_compilation
+from dure.torchcompat.compilation import with_compilation
 
 AXES = ("data", "pipeline", "tensor")
 

@@ -16,7 +16,9 @@ from torch.overrides import TorchFunctionMode
 
 from dure.errors import TaskInvalid
 from dure.strategies.contract.batches import map_tensors
-from dure.torchcompat import give_data, without_compilation, without_overrides
+from dure.torchcompat.compilation import without_compilation
+from dure.torchcompat.modes import without_overrides
+from dure.torchcompat.tensors import give_data
 
 _METADATA = frozenset(
     (

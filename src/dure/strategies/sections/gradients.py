@@ -6,9 +6,9 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from dure import torchcompat
 from dure.comm.groups import Group
 from dure.strategies.contract.precision import Precision
+from dure.torchcompat.optimizers import found_overflows
 
 
 def share_overflows(group: Group, precision: Precision, optimizer: Optimizer, device: torch.device) -> None:
@@ -17,7 +17,7 @@ def share_overflows(group: Group, precision: Precision, optimizer: Optimizer, de
     Communication: with fp16 one all_reduce of one number.
     """
     if precision.scaler is not None:
-        for found in torchcompat.found_overflows(precision.scaler, optimizer, device):
+        for found in found_overflows(precision.scaler, optimizer, device):
             group.all_reduce_sum(found)
 
 

@@ -13,7 +13,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from dure import torchcompat
 from dure.data.randomness import drawing_devices
 from dure.errors import SpecInvalid
 from dure.spec import RunSpec
@@ -26,7 +25,8 @@ from dure.strategies.sections.cuts import cut_names, faults_of, registered_chain
 from dure.strategies.sections.options import SectionOptions
 from dure.strategies.sections.plan import CURE, SectionPlan, held_bytes, look_at, plan_sections
 from dure.strategies.sections.trace import tensors_of
-from dure.torchcompat import give_data
+from dure.torchcompat.compilation import without_compilation
+from dure.torchcompat.tensors import give_data, multiply_
 from dure.units import format_bytes
 
 
@@ -108,7 +108,7 @@ class ModelParallel(Strategy):
 
     def computed(self, function: Callable[..., Any], *args: Any) -> Any:
         """Call a function of the task without compilation, for the hooks between devices change what they read."""
-        with torchcompat.without_compilation():
+        with without_compilation():
             return function(*args)
 
     def forward_backward(self, microbatches: Iterable[Microbatch], *, global_samples: int, requests: Requests) -> None:
@@ -128,7 +128,7 @@ class ModelParallel(Strategy):
             gradients = [p.grad for p in self.trainable if p.grad is not None and p.device == device]
             if gradients:
                 there = factor.to(device, non_blocking=True) if isinstance(factor, Tensor) else factor
-                torchcompat.multiply_(gradients, there)
+                multiply_(gradients, there)
 
     def sent_bytes(self, num_microsteps: int) -> int:
         """Return the bytes of the activations that crossed a cut, or returned as output, and of their gradients."""

@@ -15,7 +15,7 @@ from dure.strategies.sections.plan import CURE, SectionPlan
 from dure.strategies.state.optimizer import STEP_KEY, group_names, optimizer_to_names
 from dure.strategies.state.saved_state import StateSource, StrategyState
 from dure.strategies.state.tensor_shard import Needs, rectangles
-from dure.torchcompat import give_data
+from dure.torchcompat.tensors import give_data
 
 
 class LocalStages(nn.Module):

@@ -17,7 +17,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from dure import torchcompat
 from dure.comm.rpc import agent_name, close_agent, open_agent
 from dure.errors import DureError, SpecInvalid, TaskInvalid
 from dure.spec import RunSpec
@@ -36,6 +35,10 @@ from dure.strategies.sections.sectioned_strategy import SectionedStrategy
 from dure.strategies.sections.stand_in import stand_in
 from dure.strategies.sections.trace import tensors_of
 from dure.strategies.sections.verify import SETS_GRADIENTS, changes_module, hooks_gradients, rehearse
+from dure.torchcompat.gradients import has_accumulation_hooks
+from dure.torchcompat.imports import import_distributed_optim
+from dure.torchcompat.rpc import optimizer_of_references
+from dure.torchcompat.tensors import multiply_
 
 _UNUSED = (
     "{what} has no part in this batch's gradient (it is detached, or not used), and rpc_model's backward would wait "
@@ -68,7 +71,7 @@ class RpcModel(SectionedStrategy):
     @classmethod
     def import_late_parts(cls) -> None:
         """Import the remote optimisers: 0.8 s of processor time in every rank."""
-        torchcompat.import_distributed_optim()
+        import_distributed_optim()
 
     @classmethod
     def check_model(cls, model: nn.Module, spec: RunSpec) -> list[str]:
@@ -107,7 +110,7 @@ class RpcModel(SectionedStrategy):
 
         Communication: rank 0's weights broadcast to all; the agents' rendezvous; a reference to each parameter.
         """
-        hooked = [name for name, p in self.model.named_parameters() if torchcompat.has_accumulation_hooks(p)]
+        hooked = [name for name, p in self.model.named_parameters() if has_accumulation_hooks(p)]
         if hooked:
             raise SpecInvalid([_NEVER_ACCUMULATED.format(names=few(hooked))])
         self.group.broadcast([tensor for tensor in self.model.state_dict().values() if isinstance(tensor, Tensor)])
@@ -117,11 +120,11 @@ class RpcModel(SectionedStrategy):
         self._sent_bytes = 0
         self._open_context = ExitStack()
         self._context_id = 0
-        torchcompat.import_distributed_optim()
+        import_distributed_optim()
         _here[:] = [self]
         open_agent(self.group, timeout_seconds=self.spec.timeout_seconds)
         if self.drives:
-            self._remote_optimizer: Any = torchcompat.optimizer_of_references(_take_optimizer, self._references())
+            self._remote_optimizer: Any = optimizer_of_references(_take_optimizer, self._references())
 
     def _references(self) -> list[Any]:
         """Return a reference to every trained parameter, on the rank that has it."""
@@ -300,7 +303,7 @@ class RpcModel(SectionedStrategy):
 
     def _correct_count(self) -> None:
         if self.expectation is not None and self._gradients:
-            torchcompat.multiply_(list(self._gradients.values()), self.expectation / self.sums.count)
+            multiply_(list(self._gradients.values()), self.expectation / self.sums.count)
 
     def sent_bytes(self, num_microsteps: int) -> int:
         """Return the bytes of the tensors that this rank sent to others since the last call."""

@@ -19,7 +19,8 @@ from dure.errors import TaskInvalid
 from dure.strategies.sections.cuts import find_blocks
 from dure.strategies.sections.plan import CURE, SectionPlan
 from dure.strategies.sections.values import Description, describe, rebuilt
-from dure.torchcompat import module_call, replace_module_call, without_compilation
+from dure.torchcompat.compilation import without_compilation
+from dure.torchcompat.modules import module_call, replace_module_call
 
 
 class _SectionEnd(BaseException):

@@ -7,7 +7,7 @@ from typing import Any
 from torch import nn
 
 from dure.errors import TaskInvalid
-from dure.torchcompat import is_transforming
+from dure.torchcompat.modes import is_transforming
 
 Answer = Callable[..., Any]
 

@@ -18,7 +18,8 @@ from torch.overrides import TorchFunctionMode
 from dure.strategies.sections.costs import BlockCost
 from dure.strategies.sections.cuts import Barrier, Chain, find_blocks, tied
 from dure.strategies.state.objects.tensor_places import restore_values
-from dure.torchcompat import module_call, replace_module_call, without_compilation
+from dure.torchcompat.compilation import without_compilation
+from dure.torchcompat.modules import module_call, replace_module_call
 
 _READS = frozenset(
     ["item", "tolist", "numpy", "__bool__", "__int__", "__float__", "__index__", "__array__", "is_nonzero", "equal"]

@@ -31,7 +31,7 @@ from dure.strategies.sections.values import describe
 from dure.strategies.state.checksum import checksum
 from dure.strategies.state.objects.object_state import ObjectState
 from dure.strategies.state.trial import KeptBuffers, Trial, is_equal
-from dure.torchcompat import give_data
+from dure.torchcompat.tensors import give_data
 
 SETS_GRADIENTS = (
     "the task's loss sets gradients itself (by a backward pass of its own, say), which a model in sections has on "

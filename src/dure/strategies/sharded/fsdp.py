@@ -21,7 +21,6 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, Offlo
 from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts, noop_context_fn
 
-from dure import torchcompat
 from dure.comm.mesh import Mesh
 from dure.errors import TaskInvalid
 from dure.host.device_kinds import copies_beside
@@ -46,7 +45,9 @@ from dure.strategies.state.saved_state import StateSource, StrategyState
 from dure.strategies.tensor_parallel.layers import follow_placement
 from dure.strategies.tensor_parallel.plan import axis_faults, needless_options, plan_of
 from dure.strategies.tensor_parallel.tensor_division import TensorDivision
-from dure.torchcompat import run_backward
+from dure.torchcompat.gradients import run_backward
+from dure.torchcompat.modules import reduce_unused_too
+from dure.torchcompat.tensors import give_data, own_attributes, read_whole_numbers
 from dure.units import format_bytes
 
 AXES = ("replica", "shard", "tensor")
@@ -182,16 +183,16 @@ class FSDP(ShardedStrategy):
         """Shard the model, starting with the units; 0-dim parameters stay whole, having no dimension to divide."""
         if self.spec.sync_batchnorm:
             model = convert_sync_batchnorm(model, self.device)
-        torchcompat.read_whole_numbers()  # the loss may use weights of a unit, which are divided outside of it
+        read_whole_numbers()  # the loss may use weights of a unit, which are divided outside of it
         self.mesh = Mesh(self._axes, self.group, self.device, divides_tensors=True)
         self.shard_groups = {axis: self.mesh.group(axis) for axis in ("shard", "tensor")}
         self.units = find_units(model, self.options.units)
         self.scalars = [parameter for parameter in model.parameters() if parameter.dim() == 0]
         for scalar in self.scalars:
-            torchcompat.give_data(scalar, scalar.data.to(self.device))
+            give_data(scalar, scalar.data.to(self.device))
         self.group.broadcast([scalar.data for scalar in self.scalars])
         for buffer in model.buffers():  # fully_shard would, which fails on kinds of devices from outside
-            torchcompat.give_data(buffer, buffer.to(self.device))
+            give_data(buffer, buffer.to(self.device))
         self._parameter_bytes = parameter_bytes(model)
         if self.mesh.size("tensor") > 1:
             plan = plan_of(model, self.mesh.size("tensor"), self.options.tensor_plan)
@@ -262,11 +263,11 @@ class FSDP(ShardedStrategy):
         own = [p for p in module.parameters() if not self._is_shard(p) and p not in ignored]
         whole = [p for p in own if not isinstance(p, DTensor)]  # the others have rank 0's values already
         for parameter in whole:
-            torchcompat.give_data(parameter, parameter.data.to(self.device).contiguous())
+            give_data(parameter, parameter.data.to(self.device).contiguous())
         self.group.broadcast([parameter.data for parameter in whole])
         lowered = None if has_batchnorm(module) else _GATHERED.get(self.precision.name)
         gathered = Gathered(own, self.mesh, lowered, self._reduce_dtype(lowered), self.options.reshard_size)
-        attributes = {name: torchcompat.own_attributes(p) for name, p in module.named_parameters() if vars(p)}
+        attributes = {name: own_attributes(p) for name, p in module.named_parameters() if vars(p)}
         if not is_root:
             module.register_forward_hook(lambda module, inputs, outputs: map_tensors(outputs, _without_base))
         self._fully_shard(
@@ -320,7 +321,7 @@ class FSDP(ShardedStrategy):
         for module in self._sharded():
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
-        self._fills_unused = not all(torchcompat.reduce_unused_too(module) for module in self._sharded())
+        self._fills_unused = not all(reduce_unused_too(module) for module in self._sharded())
         self._positions = {name: i for i, (name, _) in enumerate(self._named_trainable())}
         self._own_scalars = [parameter for parameter in self.trainable if parameter.dim() == 0]
         self._reached: list[Tensor] = []
@@ -390,7 +391,7 @@ class FSDP(ShardedStrategy):
                     self._gathered.append(parameter)
             handle.remove()
 
-        attributes = {name: torchcompat.own_attributes(p) for name, p in module.named_parameters()}
+        attributes = {name: own_attributes(p) for name, p in module.named_parameters()}
         watched: list[nn.Parameter] = []
         if self._fills_unused:
             sharded.register_forward_hook(lambda module, inputs, outputs: _fill_in_backward(outputs, watched))

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from torch import nn
 
 from dure.strategies.state.module_patterns import matching
-from dure.torchcompat import BatchNorm
+from dure.torchcompat.modules import BatchNorm
 
 _CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
 """Containers of repeated blocks. Subclasses have their own forward, so they are blocks themselves."""

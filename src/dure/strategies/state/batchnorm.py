@@ -11,7 +11,7 @@ from dure.errors import TaskInvalid
 from dure.host.device_kinds import device_kind
 from dure.strategies.state.objects.namespaces import ATOMS
 from dure.strategies.state.trial import is_equal
-from dure.torchcompat import BatchNorm
+from dure.torchcompat.modules import BatchNorm
 
 
 class _AllReduceSum(torch.autograd.Function):

@@ -7,7 +7,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from dure.torchcompat import bytes_of
+from dure.torchcompat.tensors import bytes_of
 
 _FACTOR = -1640531527
 """Odd number, 2^32 over the golden ratio: its powers have no short pattern that data could share."""

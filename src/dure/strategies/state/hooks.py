@@ -6,7 +6,8 @@ from contextlib import contextmanager
 from torch import nn
 from torch.optim import Optimizer
 
-from dure.torchcompat import gradient_hooks_of, keep_gradient_hooks, kept_global_hooks
+from dure.torchcompat.gradients import gradient_hooks_of, keep_gradient_hooks
+from dure.torchcompat.optimizers import kept_global_hooks
 
 _REGISTERS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 _OF_STEPS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")

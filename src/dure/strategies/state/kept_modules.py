@@ -6,7 +6,7 @@ from typing import Any
 from torch import nn
 
 from dure.strategies.state.definitions import Definitions
-from dure.torchcompat import keep_gradient_hooks
+from dure.torchcompat.gradients import keep_gradient_hooks
 
 
 class KeptModules:

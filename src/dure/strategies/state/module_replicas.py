@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from dure.errors import TaskInvalid
 from dure.strategies.device_threads import BroadcastParameters
 from dure.strategies.state.containers import attributes_of, map_leaves, set_attribute
-from dure.torchcompat import own_attributes
+from dure.torchcompat.tensors import own_attributes
 
 INTERNAL = frozenset(vars(nn.Module()))
 """Attributes that torch keeps in every module."""

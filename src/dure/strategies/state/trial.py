@@ -10,7 +10,6 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 
-from dure import torchcompat
 from dure.data.randomness import GeneratorStates, kept_global_randomness, seed_draws
 from dure.strategies.state.data_tensors import KeptDataSets, tensors_of
 from dure.strategies.state.hooks import gradient_hooks
@@ -19,7 +18,10 @@ from dure.strategies.state.objects.object_state import ObjectState
 from dure.strategies.state.objects.surroundings import Surroundings
 from dure.strategies.state.objects.tensor_places import restore_values
 from dure.strategies.state.shared_storage import overlap
-from dure.torchcompat import give_data
+from dure.torchcompat.compilation import without_compilation
+from dure.torchcompat.modes import EagerDispatchMode
+from dure.torchcompat.optimizers import kept_global_hooks
+from dure.torchcompat.tensors import give_data
 
 _MOST_COPIED_BYTES = 2**20
 """Maximum bytes of tensors that are copied for a trial whose writes need not be recorded."""
@@ -100,8 +102,8 @@ class Trial:
         model = self._model
         self._device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
         stack.enter_context(kept_global_randomness(self._device))
-        stack.enter_context(torchcompat.kept_global_hooks())
-        stack.enter_context(torchcompat.without_compilation())
+        stack.enter_context(kept_global_hooks())
+        stack.enter_context(without_compilation())
         stack.callback(torch.set_default_dtype, torch.get_default_dtype())
         if self._seed is not None:
             seed_draws(self._device, self._seed, 0)
@@ -259,7 +261,7 @@ class KeptBuffers:
                     restore_values(buffer, value)
 
 
-class Writes(torchcompat.EagerDispatchMode):
+class Writes(EagerDispatchMode):
     """Values of tensors before an operation first wrote to them, even through `.data`."""
 
     def __init__(self, tensors: Mapping[str, Tensor]) -> None:

@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from dure.errors import TaskInvalid
-from dure.torchcompat import is_transforming
+from dure.torchcompat.modes import is_transforming
 
 
 def storage_of(value: Any) -> Any:

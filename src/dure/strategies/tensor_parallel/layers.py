@@ -12,7 +12,6 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 from torch.distributed.tensor.parallel import ParallelStyle
 from torch.nn import functional
 
-from dure import torchcompat
 from dure.comm.groups import Group
 from dure.errors import TaskInvalid
 from dure.strategies.state.module_replicas import Intercepted
@@ -26,6 +25,9 @@ from dure.strategies.tensor_parallel.boundary import (
     to_local,
 )
 from dure.strategies.tensor_parallel.fused import as_fused, whole_of_fused
+from dure.torchcompat.gradients import copy_gradient_hooks
+from dure.torchcompat.modes import has_saved_tensors_hooks
+from dure.torchcompat.tensors import own_attributes
 
 Sum = Callable[[Any], Tensor]
 """Function from the summands of every rank, as a DTensor, to their sum: `released` or `sequence_part`."""
@@ -58,7 +60,7 @@ class WholeInput:
             part = _in_autocast(value)
             whole = redistributed(part, Replicate())
             # a checkpoint saves nothing of it: inner hooks would keep the part from before until backward
-            is_saved = whole is not part and not torchcompat.has_saved_tensors_hooks()
+            is_saved = whole is not part and not has_saved_tensors_hooks()
             self._saved = SavedPart(part, whole).saving if is_saved else nullcontext
         else:
             whole, self._saved = from_local(value, self._mesh, Replicate()), nullcontext
@@ -176,8 +178,8 @@ class DividedLayer(ParallelStyle):
             divided = DTensor.from_local(part, mesh, [Shard(self._dim)], run_check=False, shape=shape, stride=stride)
             new = nn.Parameter(divided, requires_grad=parameter.requires_grad)
             follow_placement(new, Shard(self._dim))
-            torchcompat.copy_gradient_hooks(parameter, new)
-            vars(new).update(torchcompat.own_attributes(parameter))
+            copy_gradient_hooks(parameter, new)
+            vars(new).update(own_attributes(parameter))
             self._parameters[id(parameter)] = new
         return self._parameters[id(parameter)]
 

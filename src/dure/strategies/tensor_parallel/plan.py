@@ -13,7 +13,7 @@ from typing import TypeGuard
 from torch import nn
 
 from dure.strategies.state.module_patterns import matching, shortened
-from dure.torchcompat import compiled_modules
+from dure.torchcompat.compilation import compiled_modules
 
 OPTION = "--tensor-parallel.plan (under fsdp --fsdp.tensor-plan, under pipeline --pipeline.tensor-plan)"
 """Options with a given plan, as messages name them."""

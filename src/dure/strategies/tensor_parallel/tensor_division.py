@@ -36,7 +36,9 @@ from dure.strategies.tensor_parallel.layers import (
 from dure.strategies.tensor_parallel.plan import OPTION, STYLES, TensorPlan, shard_dim, whole_layers
 from dure.strategies.tensor_parallel.rules import has_no_rule
 from dure.strategies.tensor_parallel.values import DividedValues, undivided, whole_in_functions
-from dure.torchcompat import default_generator, modes_in_backward, without_compilation
+from dure.torchcompat.compilation import without_compilation
+from dure.torchcompat.devices import default_generator
+from dure.torchcompat.gradients import modes_in_backward
 
 _DRAW_BITS = 20
 """Bits in a fingerprint of the generators, so that its product with a few thousand ranks is exact in float32."""

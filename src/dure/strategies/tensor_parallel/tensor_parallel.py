@@ -34,7 +34,8 @@ from dure.strategies.tensor_parallel.gradient_messages import bytes_of, exchange
 from dure.strategies.tensor_parallel.options import TensorParallelOptions
 from dure.strategies.tensor_parallel.plan import nothing_to_divide, plan_of
 from dure.strategies.tensor_parallel.tensor_division import TensorDivision
-from dure.torchcompat import give_data, gradient_hooks_of, run_backward
+from dure.torchcompat.gradients import gradient_hooks_of, run_backward
+from dure.torchcompat.tensors import give_data
 from dure.units import format_bytes
 
 AXES = ("data", "tensor")

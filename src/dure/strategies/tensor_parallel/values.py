@@ -34,7 +34,8 @@ from dure.strategies.tensor_parallel.boundary import (
 from dure.strategies.tensor_parallel.fused import OF_GRADIENT, is_fused, may_be_asked, on_fused, whole_of_fused
 from dure.strategies.tensor_parallel.plan import OPTION
 from dure.strategies.tensor_parallel.rules import COMPUTED, MAY_VIEW, UNTOUCHED, changes_first, has_no_rule
-from dure.torchcompat import is_below_autograd, is_operator, local_tensor, schemas_of
+from dure.torchcompat.modes import is_below_autograd, is_operator, schemas_of
+from dure.torchcompat.tensors import local_tensor
 
 
 def undivided(values: Any) -> Any:

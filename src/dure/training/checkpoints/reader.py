@@ -14,7 +14,7 @@ from dure.errors import CheckpointDamaged, CheckpointMismatch
 from dure.own_files import sync_folder
 from dure.strategies.state.optimizer import optimizer_from_names
 from dure.strategies.state.tensor_shard import Needs, SavedTensor, TensorShard, own_shard, whole_buffers
-from dure.torchcompat import bytes_of
+from dure.torchcompat.tensors import bytes_of
 from dure.training.checkpoints.durable_files import (
     check_file,
     raise_if_full,

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from dure.documents import parse_json
 from dure.errors import CheckpointDamaged
-from dure.torchcompat import bytes_of
+from dure.torchcompat.tensors import bytes_of
 from dure.training.checkpoints.direct_file import Buffer
 
 DTYPE_NAMES: dict[torch.dtype, str] = {

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from dure.errors import CheckpointDamaged
 from dure.strategies.state.tensor_shard import Rectangle
-from dure.torchcompat import bytes_of
+from dure.torchcompat.tensors import bytes_of
 from dure.training.checkpoints.durable_files import FileDigest, check_digest, open_regular, read_some
 from dure.training.checkpoints.manifest import FileEntry
 from dure.training.checkpoints.safetensors_file import (

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from dure.errors import TaskInvalid
 from dure.records.sums import exact_sum
 from dure.strategies.contract.batches import split_batch
-from dure.torchcompat import entered_autocasts
+from dure.torchcompat.modes import entered_autocasts
 from dure.training.inspection.constant_draws import ConstantDraws, TooManyDraws
 from dure.training.inspection.loss_calls import NUM_SAMPLES, LossCalls, Tried, Value, aside
 from dure.training.inspection.model_outputs import OutputsAsLoss

@@ -12,7 +12,7 @@ from dure.strategies.state.containers import tensors_in
 from dure.strategies.state.objects.object_state import ObjectState
 from dure.strategies.state.tensor_shard import memory_of, version_of
 from dure.strategies.state.trial import is_equal, state_of
-from dure.torchcompat import is_transforming
+from dure.torchcompat.modes import is_transforming
 
 
 class ChangesOutsideForward:

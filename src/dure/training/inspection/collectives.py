@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, NoReturn
 
-from dure.torchcompat import replaced_collectives
+from dure.torchcompat.collectives import replaced_collectives
 
 
 class CollectiveCalled(BaseException):

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dure.torchcompat import EagerDispatchMode
+from dure.torchcompat.modes import EagerDispatchMode
 
 aten = torch.ops.aten
 

@@ -10,11 +10,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from dure import torchcompat
 from dure.records.sums import Sum
 from dure.strategies.contract.strategy import LossFunction
 from dure.strategies.state.batchnorm import statistics_of
 from dure.strategies.state.trial import Trial, is_equal
+from dure.torchcompat.modules import BatchNorm, Dropout
 from dure.training.inspection.call_watches import ChangesInForward
 
 NUM_SAMPLES = 8
@@ -86,7 +86,7 @@ class LossCalls:
                 has_changed_gradients=gradients is not None and not _are_equal(found, gradients),
                 sparse=set(),
                 # if it is not, and the loss has used it before, draws show it
-                has_dropout=any(isinstance(m, torchcompat.Dropout) and m.training for m in self.model.modules()),
+                has_dropout=any(isinstance(m, Dropout) and m.training for m in self.model.modules()),
             )
             # in training mode too, because hooks and recomputation may draw
             tried.gradients.update(self._gradients(result, len(places), scale))
@@ -141,7 +141,7 @@ class LossCalls:
         self.model.train()
         if not as_in_training:
             for module in self.model.modules():
-                if isinstance(module, (torchcompat.BatchNorm, torchcompat.Dropout)):
+                if isinstance(module, (BatchNorm, Dropout)):
                     module.eval()
 
     def _gradients(self, result: Any, num_samples: int, scale: float) -> dict[str, Tensor]:

@@ -22,7 +22,7 @@ from dure.strategies.state.hooks import gradient_hooks
 from dure.strategies.state.objects.object_state import ObjectState
 from dure.strategies.state.shared_storage import recomputed_weights
 from dure.strategies.state.trial import Trial, is_equal, sharing_state
-from dure.torchcompat import entered_autocasts
+from dure.torchcompat.modes import entered_autocasts
 from dure.training.inspection.additivity import WIDE_SAMPLES, Additivity, tolerance_of
 from dure.training.inspection.call_watches import ChangesOutsideForward, FedState
 from dure.training.inspection.collectives import CollectiveCalled, no_collectives

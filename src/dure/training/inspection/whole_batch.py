@@ -19,7 +19,7 @@ from torch import nn
 from dure.records.sums import exact_sum
 from dure.strategies.contract.batches import split_batch
 from dure.strategies.contract.strategy import LossFunction
-from dure.torchcompat import entered_autocasts
+from dure.torchcompat.modes import entered_autocasts
 from dure.training.inspection.additivity import Additivity, rows_of
 from dure.training.inspection.loss_calls import NUM_SAMPLES, Value, aside
 from dure.training.inspection.model_outputs import OutputsAsLoss

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from dure.strategies.state.objects.namespaces import is_users
 from dure.strategies.state.objects.object_state import HOOKS
-from dure.torchcompat import gradient_hooks_of
+from dure.torchcompat.gradients import gradient_hooks_of
 
 
 class HookWatch:

@@ -22,7 +22,7 @@ from dure.strategies.state.checksum import checksum
 from dure.strategies.state.objects.namespaces import UnsavedBuffers
 from dure.strategies.state.objects.object_state import Holder, ObjectState, is_inside
 from dure.strategies.state.objects.used_globals import state_outside
-from dure.torchcompat import MODULE_CONTENTS
+from dure.torchcompat.modules import MODULE_CONTENTS
 from dure.training.checkpoints.state_tree import NamedTensors, decode, encode
 from dure.training.objects.hook_watch import HookWatch
 from dure.training.objects.kept_objects import CannotKeep, Keeper, KnownObjects, packed

@@ -11,7 +11,9 @@ from typing import Any
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from dure.torchcompat import MODULE_CONTENTS, has_plain_optimizer_state, has_plain_state, local_tensor
+from dure.torchcompat.modules import MODULE_CONTENTS, has_plain_state
+from dure.torchcompat.optimizers import has_plain_optimizer_state
+from dure.torchcompat.tensors import local_tensor
 
 _IMMUTABLE = {int, float, bool, str, type(None)}
 """Types for which the same object always has the same value."""

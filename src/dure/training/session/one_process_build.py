@@ -11,7 +11,7 @@ from dure.data.randomness import kept_global_randomness
 from dure.spec import RunSpec
 from dure.strategies.state.objects.namespaces import ATOMS
 from dure.strategies.state.trial import is_equal
-from dure.torchcompat import as_one_process
+from dure.torchcompat.one_process import as_one_process
 from dure.training.inspection.collectives import CollectiveCalled, no_collectives
 from dure.training.inspection.loss_calls import aside
 from dure.training.seeds import seed_everything

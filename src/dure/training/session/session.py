@@ -31,7 +31,10 @@ from dure.strategies.state.objects.used_globals import state_outside
 from dure.strategies.state.shared_storage import sharing_memory
 from dure.strategies.table import STRATEGIES, load_strategy
 from dure.terminal import print_status
-from dure.torchcompat import bind_to_numa_node, import_late_parts, reads_of_world_size, settle_engine
+from dure.torchcompat.devices import bind_to_numa_node
+from dure.torchcompat.gradients import settle_engine
+from dure.torchcompat.imports import import_late_parts
+from dure.torchcompat.one_process import reads_of_world_size
 from dure.training.objects.kept_state import KeptState
 from dure.training.seeds import make_deterministic, seed_everything
 from dure.training.session.data_state import DataState

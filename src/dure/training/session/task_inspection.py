@@ -22,7 +22,7 @@ from dure.strategies.state.objects.namespaces import ATOMS
 from dure.strategies.state.objects.object_state import ObjectState
 from dure.strategies.state.optimizer import difference_of_settings, plain_settings
 from dure.strategies.state.trial import Trial, is_equal, sharing_state
-from dure.torchcompat import move_module
+from dure.torchcompat.modules import move_module
 from dure.training.inspection.additivity import Additivity
 from dure.training.inspection.collectives import CollectiveCalled, no_collectives
 from dure.training.inspection.first_loss import FirstLoss, difference_of_ranks, difference_of_worlds

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from dure.host.device_kinds import copies_beside
-from dure.torchcompat import copy_all
+from dure.torchcompat.tensors import copy_all
 
 
 def can_copy_beside(tensor: Tensor) -> bool:

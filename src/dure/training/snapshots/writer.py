@@ -10,8 +10,9 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from dure import torchcompat
 from dure.host.device_kinds import device_kind
+from dure.torchcompat.devices import pin_host_memory, unpin_host_memory
+from dure.torchcompat.tensors import copy_all
 from dure.training.checkpoints.staging import aligned
 from dure.training.checkpoints.state import Position
 from dure.training.snapshots.device_copies import DeviceCopies, can_copy_beside
@@ -199,7 +200,7 @@ class SnapshotWriter:
             self._device_copies.begin(copies.away_targets + others.away_targets, away, flags)
         if copies.targets or others.targets:
             with torch.no_grad():
-                torchcompat.copy_all(copies.targets + others.targets, copies.sources + others.sources)
+                copy_all(copies.targets + others.targets, copies.sources + others.sources)
 
     def _place(self, trusted_samples: int | None) -> int:
         """Choose the place to overwrite: an incomplete one, or else the oldest that need not be kept."""
@@ -246,7 +247,7 @@ class SnapshotWriter:
 
     def _map_again(self) -> None:
         if self._is_pinned:
-            torchcompat.unpin_host_memory(self._address())
+            unpin_host_memory(self._address())
         self._is_pinned = None
         self._memory = mmap.mmap(self._descriptor, os.fstat(self._descriptor).st_size)
         for place in range(len(self._entries)):
@@ -256,7 +257,7 @@ class SnapshotWriter:
         """Pin the memory once, because copies of such a device into other memory would block the host."""
         if self._is_pinned is None:
             can_pin = device_kind(kind).pins_any_memory
-            self._is_pinned = can_pin and torchcompat.pin_host_memory(self._address(), len(self._memory))
+            self._is_pinned = can_pin and pin_host_memory(self._address(), len(self._memory))
 
     def _address(self) -> int:
         return view_of(self._memory, 0, torch.uint8, [1]).data_ptr()

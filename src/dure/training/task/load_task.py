@@ -16,7 +16,7 @@ from dure.errors import EnvironmentLacks, TaskInvalid
 from dure.failures.frames import traceback_in_user_code
 from dure.host.device_kinds import runtimes_left_alone
 from dure.terminal import shell_word
-from dure.torchcompat import library_for_another_torch
+from dure.torchcompat.imports import library_for_another_torch
 from dure.training.task.hooks import check_task_class
 from dure.training.task.task import Task
 

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from dure.errors import TaskInvalid
-from dure.torchcompat import replaced_collectives
+from dure.torchcompat.collectives import replaced_collectives
 
 _REDUCTIONS = ("all_reduce", "reduce")
 """Prefixes of the names of those that compute: their result depends on the number of ranks."""

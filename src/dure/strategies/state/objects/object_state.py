@@ -67,7 +67,7 @@ from dure.strategies.state.objects.tensor_places import (
     parts_place,
     tensor_place,
 )
-from dure.torchcompat import as_written
+from dure.torchcompat.compilation import as_written
 
 Holder = tuple[str, str]
 """Path of an owner and the name of its attribute, which is restored as a whole. An object without an owner has an empty

@@ -24,7 +24,7 @@ from torch.optim import Optimizer
 from dure.strategies.state.checksum import checksum
 from dure.strategies.state.objects.generator_state import GENERATORS, generator_state, set_generator_state
 from dure.strategies.state.objects.namespaces import ATOMS, is_users
-from dure.torchcompat import bytes_of
+from dure.torchcompat.tensors import bytes_of
 
 _MOST_ITEMS = 1_000
 """Maximum number of items searched in a container. In a longer one a tenth as many are searched, and in a very long one

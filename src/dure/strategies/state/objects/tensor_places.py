@@ -14,7 +14,8 @@ from torch import Tensor, nn
 
 from dure.strategies.state.objects.state_places import Place, are_same_items, comparable
 from dure.strategies.state.tensor_shard import version_of
-from dure.torchcompat import MODULE_CONTENTS, bytes_of
+from dure.torchcompat.modules import MODULE_CONTENTS
+from dure.torchcompat.tensors import bytes_of
 
 MOST_ELEMENTS = 1 << 20
 """Maximum elements of a tensor or array, or bytes of a buffer, of which all are compared and restored."""

@@ -1,7 +1,9 @@
 """Watch over an optimiser's attributes between its steps."""
 
+from collections import deque
 from collections.abc import Callable
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -48,12 +50,15 @@ def test_change_by_the_step_itself_is_none(optimizer: AdamW) -> None:
 
 
 def test_attribute_of_its_own_when_changed_or_deleted_is_named(optimizer: AdamW) -> None:
-    vars(optimizer).update(losses=[1.0], factor=torch.ones(2), gone=1)
+    own = {"losses": [1.0], "last": deque([1.0]), "factor": torch.ones(2), "scales": np.ones(2), "gone": 1}
+    vars(optimizer).update(own)
     watch = OptimizerWatch(optimizer)
     watch.note()
-    vars(optimizer)["losses"].append(2.0)
-    vars(optimizer)["factor"].mul_(2)
+    own["losses"].append(2.0)
+    own["last"].append(2.0)
+    own["factor"].mul_(2)
+    own["scales"][0] = 2
     del vars(optimizer)["gone"]
     watch.compare()
 
-    assert list(watch.changed) == ["losses", "factor", "gone"]
+    assert list(watch.changed) == [*own]

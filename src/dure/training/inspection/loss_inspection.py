@@ -457,7 +457,7 @@ class LossInspection:
 
         Further calls are on pairs of samples: state of two values, such as a sign, may be alike for large groups.
         """
-        if not paths:
+        if not (paths and self.is_divided):
             return ()
         try:
             with aside(), Trial(self.calls.model, self.calls.objects, seed=0, watches_writes=False):

@@ -1,7 +1,9 @@
 """Watch over an optimiser's attributes between its steps, where only others than itself change them."""
 
+from collections import deque
 from typing import Any
 
+import numpy as np
 from torch import Tensor
 from torch.optim import Optimizer
 
@@ -11,7 +13,7 @@ from dure.strategies.state.tensor_shard import version_of
 
 _DEFAULTS = "defaults"
 _MOST_ITEMS = 100
-"""Maximum number of items of a container that are compared one by one."""
+"""Maximum number of items of a container or an array that are compared one by one."""
 
 
 class OptimizerWatch:
@@ -68,6 +70,8 @@ def _shown(value: Any, levels: int = 2) -> Any:
         return repr(value)  # NaN equals itself
     if isinstance(value, Tensor):
         return id(value), version_of(value)
-    if levels and isinstance(value, dict | list | tuple) and len(value) <= _MOST_ITEMS:
+    if isinstance(value, np.ndarray) and value.size <= _MOST_ITEMS:
+        return value.tobytes()
+    if levels and isinstance(value, dict | list | tuple | deque) and len(value) <= _MOST_ITEMS:
         return [_shown(each, levels - 1) for each in (value.items() if isinstance(value, dict) else value)]
     return id(value)

@@ -33,3 +33,24 @@ def test_a_parameter_of_several_names_and_what_has_no_elements_share_nothing():
     model[1].weight = model[0].weight
     model[0].register_buffer("none", model[0].weight.data[:0])
     assert sharing_memory(model, {"task": Holder(none=model[0].bias.detach().numpy()[:0])}) == []
+
+
+class Wrapped(torch.Tensor):
+    """Tensor without memory of its own, as quantised ones that wrap others."""
+
+    @staticmethod
+    def __new__(cls, inner: torch.Tensor) -> "Wrapped":
+        return torch.Tensor._make_wrapper_subclass(cls, inner.shape, dtype=torch.float32, device=inner.device)
+
+    def __init__(self, inner: torch.Tensor) -> None:
+        self.inner = inner
+
+    @classmethod
+    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
+        return cls(func(args[0].inner))
+
+
+def test_tensor_that_wraps_others_shares_nothing():
+    model = nn.Linear(3, 3)
+    model.weight = nn.Parameter(Wrapped(torch.ones(3, 3).half()), requires_grad=False)
+    assert sharing_memory(model, {"task": Holder(wrapped=Wrapped(torch.ones(3).half()))}) == []

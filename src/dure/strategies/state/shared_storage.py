@@ -16,6 +16,15 @@ def overlap(one: Tensor, other: Tensor) -> bool:
     return len(spans) == 2 and spans[0].start < spans[1].stop and spans[1].start < spans[0].stop
 
 
+def has_own_memory(tensor: Tensor) -> bool:
+    """Return whether a tensor has elements in memory itself, unlike one that wraps others, such as a quantised one."""
+    try:
+        tensor.untyped_storage().data_ptr()
+    except RuntimeError:
+        return False
+    return True
+
+
 def _span(held: "Tensor | np.ndarray[Any, Any]") -> range:
     """Return the addresses of the bytes from the first to the last element."""
     if isinstance(held, np.ndarray):
@@ -57,7 +66,7 @@ def _with_memory(model: nn.Module, objects: Mapping[str, object]) -> Iterator[tu
         if isinstance(held, np.ndarray):
             if held.size:
                 yield name, held
-        elif held.layout == torch.strided and held.numel() and not held.is_meta:
+        elif held.layout == torch.strided and held.numel() and not held.is_meta and has_own_memory(held):
             yield name, held
 
 

@@ -518,6 +518,19 @@ def weighed_at_first(model, x, task):
     return factor * model(x).square().mean()
 
 
+def following(model, x, task):
+    weight = model[0].weight.detach()
+    if not hasattr(task, "teacher"):
+        task.teacher = weight.clone()
+    task.teacher = task.teacher.lerp(weight, 0.1)
+    return model(x).square().mean()
+
+
+def test_teacher_that_begins_as_a_copy_of_the_weights_is_no_table():
+    traits = traits_of(following)
+    assert (traits.counted_state, traits.cached_state) == (("task.teacher",), ())
+
+
 def test_state_after_which_the_loss_is_another_is_no_table():
     traits = traits_of(weighed_at_first)
     assert (traits.counted_state, traits.cached_state) == (("task.is_first",), ())

@@ -455,8 +455,10 @@ class LossInspection:
     def _caches_among(self, paths: Sequence[str], places: range, others: range, first: Tried) -> Sequence[str]:
         """Return the state that no further call changes, if another first call has the same loss and gradients.
 
-        Further calls are on pairs of samples: state of two values, such as a sign, may be alike for large groups.
+        Further calls are on pairs of samples: state of two values, such as a sign, may be alike for large groups. They
+        are made with other weights, which state such as a teacher follows, although it may begin as a copy of them.
         """
+        paths = [path for path in paths if path in first.trial.state]  # those of other weights alone follow these
         if not (paths and self.is_divided):
             return ()
         try:
@@ -465,7 +467,10 @@ class LossInspection:
                 self.calls.value(places)
                 again = self.calls.tried(places, as_in_training=True)
                 pairs = [range(begin, begin + 2) for begin in others[:-1:2]]
-                further = [again, *(self.calls.tried(each, as_in_training=True) for each in pairs)]
+                further = [
+                    again,
+                    *(self.calls.tried(each, as_in_training=True, perturbs=True) for each in pairs),
+                ]
         except Exception:
             return ()  # training will raise it
         if self._additivity.is_other(first.value, again.value) or first.gradients.keys() != again.gradients.keys():

@@ -17,7 +17,7 @@ from torch import Tensor
 from dure.errors import TaskInvalid
 from dure.host.device_kinds import device_kind
 from dure.torchcompat.modes import has_modes_of_thread
-from dure.torchcompat.modules import functional_calls_in_turn, watched_parametrizations
+from dure.torchcompat.modules import transforms_in_turn, watched_parametrizations
 
 
 class BroadcastParameters(torch.autograd.Function):
@@ -72,7 +72,7 @@ class DeviceThreads:
         if self._pool is None or in_order or len(pairs) == 1 or has_modes_of_thread():
             return [_on_device(device, call) for device, call in pairs]
         modes = _Modes({device.type for device in self._devices})
-        with functional_calls_in_turn():
+        with transforms_in_turn():
             futures = [self._pool.submit(modes.run, functools.partial(_on_device, *pair)) for pair in pairs]
             errors = [error for error in (future.exception() for future in futures) if error is not None]
         if errors:

@@ -109,7 +109,7 @@ def watched_parametrizations(cached: Callable[[], Any]) -> Iterator[None]:
 
 
 @contextmanager
-def functional_calls_in_turn() -> Iterator[None]:
+def transforms_in_turn() -> Iterator[None]:
     """Let one thread at a time compute a `torch.func.functional_call`, or with `torch.func.jvp` (private in torch).
 
     The first puts the given tensors into its module for as long as it lasts, where another thread would use them.

@@ -12,6 +12,7 @@ import torch
 from torch.utils.data import Dataset
 
 from dure.training.session.loader import FetchRequest, Loader, SampleFetch
+from dure.training.session.loader_deaths import LoaderDeaths
 
 ENDED = r"DataLoader worker \(pid.* (exited unexpectedly|is killed by signal)"
 
@@ -58,3 +59,16 @@ def test_death_while_a_batch_is_awaited_is_raised_at_once(batches):
         next(batches)
     signal.signal(signal.SIGALRM, before)
     assert time.monotonic() - begun < 4  # torch looks every five seconds
+
+
+def test_handler_that_the_task_sets_and_that_calls_the_one_before_is_called_once():
+    calls = []
+    before = signal.signal(signal.SIGCHLD, lambda *_: calls.append("torch's"))
+    deaths = LoaderDeaths()
+    deaths.watch()
+    own = signal.getsignal(signal.SIGCHLD)
+    signal.signal(signal.SIGCHLD, lambda *given: (calls.append("the task's"), own(*given)))
+    deaths.watch()
+    os.kill(os.getpid(), signal.SIGCHLD)
+    signal.signal(signal.SIGCHLD, before)
+    assert calls == ["the task's", "torch's"]

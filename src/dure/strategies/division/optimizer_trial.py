@@ -640,12 +640,12 @@ def _sizes_of_settings(group: Mapping[str, Any]) -> dict[str, Any]:
     return {name: _sizes(value) for name, value in group.items() if name not in ("params", "param_names")}
 
 
-def _sizes(value: Any) -> Any:
+def _sizes(value: Any, levels: int = 8) -> Any:
     if isinstance(value, Tensor):
         return list(value.shape)
-    if not isinstance(value, dict | list | tuple):
+    if not isinstance(value, dict | list | tuple) or not levels:  # one may contain itself
         return None
-    return [_sizes(item) for item in (value.values() if isinstance(value, dict) else value)]
+    return [_sizes(item, levels - 1) for item in (value.values() if isinstance(value, dict) else value)]
 
 
 def _is_number(value: Any) -> bool:

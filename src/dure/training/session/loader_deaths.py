@@ -22,11 +22,12 @@ class LoaderDeaths:
         self._error: RuntimeError | None = None
 
     def watch(self) -> None:
-        """Take the place of torch's handler; called when loader processes have been started."""
-        if threading.current_thread() is not threading.main_thread():
+        """Take the place of torch's handler, once; called when loader processes have been started."""
+        # a handler that a task has set since then may call this one, which must not call it in turn
+        if self._torchs is not None or threading.current_thread() is not threading.main_thread():
             return
         handler = signal.getsignal(signal.SIGCHLD)
-        if callable(handler) and handler != self._handle:
+        if callable(handler):
             self._torchs = handler
             signal.signal(signal.SIGCHLD, self._handle)
 

@@ -5,13 +5,14 @@ import time
 from collections import deque
 from collections.abc import Iterator, Sequence
 from functools import lru_cache
+from itertools import islice
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
 from dure.data.partition import shares
 from dure.errors import TaskInvalid
-from dure.strategies.contract.abilities import ServesSteps, share_by_step
+from dure.strategies.contract.abilities import OutlivesRanks, ServesSteps, share_by_step
 from dure.strategies.contract.batches import Microbatch
 from dure.strategies.contract.step_facts import Requests
 from dure.strategies.contract.strategy import Strategy
@@ -20,6 +21,10 @@ from dure.training.session.sample_order import GlobalBatch, SampleOrder
 
 _END = object()
 """Marker after the last batch."""
+_PLANNED_AT_ONCE = 16
+"""Steps that are planned together: between two steps the processor's caches are full of the model, and to plan each by
+itself takes several times as long.
+"""
 
 
 class RankBatch(NamedTuple):
@@ -58,6 +63,14 @@ class PlannedStep(NamedTuple):
     batch: GlobalBatch
     share: RankBatch
     """Samples that this rank computes."""
+
+    def requests(self) -> Iterator[FetchRequest]:
+        """Yield the requests for its microbatches."""
+        start = 0
+        for size in self.share.microbatches:
+            indices = self.share.indices[start : start + size] if size else self.share.stand_in
+            yield FetchRequest(self.batch.epoch, indices)
+            start += size
 
 
 class StepSamples(Protocol):
@@ -119,7 +132,7 @@ class LoadedSamples:
         self.is_under_way = False
         self._current: PlannedStep | None = None
         self._planned: deque[PlannedStep] = deque()
-        """Steps after it whose samples have been requested."""
+        """Steps after it that have been planned."""
         self._fetched: Iterator[Any] = iter(())
         self._waiting: list[Any] = []
         """Microbatch that was fetched and not yet computed; its memory is released after its use."""
@@ -159,14 +172,17 @@ class LoadedSamples:
         self._fetched = iter(())
 
     def _requested(self, samples_seen: int, total_samples: int, step: int) -> Iterator[FetchRequest]:
-        share_at = share_by_step(self._strategy)
-        for number, batch in enumerate(self._order.batches(samples_seen, total_samples), step + 1):
-            share = RankBatch.of(batch, *share_at(number), self._microbatch_size)
-            self._planned.append(PlannedStep(batch, share))
-            start = 0
-            for size in share.microbatches:
-                yield FetchRequest(batch.epoch, share.indices[start : start + size] if size else share.stand_in)
-                start += size
+        strategy = self._strategy
+        share_at = share_by_step(strategy)
+        num_at_once = 1 if isinstance(strategy, OutlivesRanks) else _PLANNED_AT_ONCE
+        batches = enumerate(self._order.batches(samples_seen, total_samples), step + 1)
+        while numbered := list(islice(batches, num_at_once)):
+            steps = [
+                PlannedStep(batch, RankBatch.of(batch, *share_at(number), self._microbatch_size))
+                for number, batch in numbered
+            ]
+            self._planned.extend(steps)
+            yield from [request for step in steps for request in step.requests()]
 
     def _fetch(self) -> Any:
         start = time.perf_counter()

@@ -1,5 +1,6 @@
 """Spans of a step, on the clock of the host or of the device."""
 
+import operator
 import time
 from collections.abc import Callable, Sequence
 from itertools import pairwise
@@ -35,6 +36,6 @@ class StepClock:
         """Return the seconds from each mark to the next; waits until the device has passed the last."""
         last = marks[-1]
         if isinstance(last, float):
-            return [end - start for start, end in pairwise(marks)]  # type: ignore[operator]
+            return list(map(operator.sub, marks[1:], marks))
         last.synchronize()
         return [start.elapsed_time(end) / 1000 for start, end in pairwise(marks)]  # type: ignore[union-attr, arg-type]

@@ -60,8 +60,8 @@ def _summed(group: dist.ProcessGroup, bucket: dist.GradBucket) -> torch.futures.
 class ObjectiveModule(nn.Module):
     """Task's loss as a module, so that DDP wraps the objective and the task gets the plain model.
 
-    `carrier` is a parameter outside the optimiser. It is also an output, and backward starts from it with the step's
-    facts as its gradient. DDP then adds them up over ranks and microsteps like any gradient.
+    `carrier` is a parameter outside the optimiser. Backward starts from it too, with the step's facts as its gradient.
+    DDP then adds them up over ranks and microsteps like any gradient.
     """
 
     def __init__(self, strategy: "DDP", model: nn.Module) -> None:
@@ -75,13 +75,15 @@ class ObjectiveModule(nn.Module):
         self._strategy = [strategy]  # in a list: the strategy is no submodule
 
     def forward(self, microbatch: Microbatch | None, global_samples: int) -> tuple[Tensor, Tensor]:
-        """Return the tensors that backward starts from: the objective and, as a view that DDP finds, the carrier."""
-        if microbatch is None:
-            return self._rehearsal(), self.carrier.view(-1)
+        """Return the tensors that backward starts from: the objective and the carrier."""
         strategy = self._strategy[0]
+        # if DDP searches the outputs for what is used, it must find an operation on the carrier
+        carried = self.carrier.view(-1) if strategy.finds_unused else self.carrier
+        if microbatch is None:
+            return self._rehearsal(), carried
         term = strategy.loss_term(self.model, microbatch, global_samples)
         strategy.sums.add(term)
-        return strategy.precision.scale(term.root), self.carrier.view(-1)
+        return strategy.precision.scale(term.root), carried
 
     def _rehearsal(self) -> Tensor:
         """Return a zero from which every trainable parameter gets a gradient, the last parameter first."""
@@ -125,6 +127,8 @@ class DDP(Strategy):
         # the loss, or sparse: it divides these in place, and those of two tables whose rows are added share memory
         is_sum = (self.traits.nonlinear_gradients or has_sparse_gradients) and self.options.compression is None
         self.gradient_divisor = 1 if is_sum else self.group.world_size
+        self.finds_unused = self.options.find_unused_parameters or self.options.static_graph
+        """True if DDP searches for the parameters that a backward uses."""
         self._fixed_facts: dict[tuple[float, Requests], tuple[Tensor, Tensor]] = {}
         self.objective = ObjectiveModule(self, self.model)
         self._carrier = self.objective.carrier
@@ -136,8 +140,7 @@ class DDP(Strategy):
             static_graph=self.options.static_graph,
             **buffer_option(sends_in_forward=self.options.broadcast_buffers),
         )
-        self._finds_unused = self.options.find_unused_parameters or self.options.static_graph
-        if not (self._finds_unused or has_sparse_gradients):
+        if not (self.finds_unused or has_sparse_gradients):
             # when it searches for unused parameters DDP keeps its first order; a rehearsal has no sparse gradients, and
             # would be the step that a static graph is taken from
             self._rehearse()
@@ -255,7 +258,7 @@ class DDP(Strategy):
 
     def _after_first_backward(self) -> None:
         self._is_first_step = False
-        if not self._finds_unused:
+        if not self.finds_unused:
             unused = [name for name, p in self.model.named_parameters() if id(p) in self._in_buckets and p.grad is None]
             if unused:
                 shown = ", ".join(unused[:8]) + (f" and {len(unused) - 8} more" if len(unused) > 8 else "")

@@ -51,12 +51,16 @@ class OptimizerWatch:
         self.changed |= {name: None for name in {**before, **now} if before.get(name) != now.get(name)}
 
     def _is_plain_and_as_recorded(self) -> bool:
-        return vars(self._optimizer).keys() <= self._left_out and self._has_same_defaults()
+        optimizer = self._optimizer
+        try:
+            return vars(optimizer).keys() <= self._left_out and optimizer.defaults == self._defaults
+        except (RuntimeError, ValueError):  # other tensors or arrays than before are compared element by element
+            return False
 
     def _has_same_defaults(self) -> bool:
         try:
             return self._optimizer.defaults == self._defaults
-        except (RuntimeError, ValueError):  # other tensors or arrays than before are compared element by element
+        except (RuntimeError, ValueError):
             return False
 
     def _own_now(self) -> dict[str, Any]:

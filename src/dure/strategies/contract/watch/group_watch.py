@@ -2,7 +2,7 @@
 
 import operator
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 
 from torch import Tensor
 from torch.optim import Optimizer
@@ -22,20 +22,26 @@ class GroupWatch:
             parameters: Parameters that the model began with, besides those of the groups.
         """
         self._optimizers = tuple({id(each): each for each in optimizers}.values())
-        self._first = self._now()
+        self._first = [list(parameters) for parameters in self._now()]
         # weak references: a strategy may have replaced the parameters, whose memory is then free
         known = (*parameters, *(parameter for group in self._first for parameter in group))
         self._known = {id(parameter): weakref.ref(parameter) for parameter in known}
 
     def _now(self) -> list[list[Tensor]]:
-        return [list(group["params"]) for optimizer in self._optimizers for group in optimizer.param_groups]
+        return [group["params"] for optimizer in self._optimizers for group in optimizer.param_groups]
 
     def change(self) -> str | None:
         """Return the change since the start, or None; the order of the parameters in a group does not matter."""
-        now = self._now()
-        if len(now) != len(self._first):
+        groups = self._now()
+        if len(groups) != len(self._first):
             return ADDED
-        return None if all(map(_have_same_tensors, self._first, now)) else _CHANGED
+        for first, now in zip(self._first, groups, strict=True):
+            if len(now) != len(first):
+                return _CHANGED
+            # sets take longer, and are needed only by an optimiser that sorts its groups
+            if not all(map(operator.is_, first, now)) and {*map(id, first)} != {*map(id, now)}:
+                return _CHANGED
+        return None
 
     def has_new_parameters(self) -> bool:
         """Return whether a group has parameters that the model did not begin with."""
@@ -44,10 +50,3 @@ class GroupWatch:
     def _is_known(self, parameter: Tensor) -> bool:
         known = self._known.get(id(parameter))
         return known is not None and known() is parameter
-
-
-def _have_same_tensors(one: Sequence[Tensor], other: Sequence[Tensor]) -> bool:
-    if len(one) != len(other):
-        return False
-    # sets take longer, and are needed only by an optimiser that sorts its groups
-    return all(map(operator.is_, one, other)) or {*map(id, one)} == {*map(id, other)}

@@ -1,10 +1,13 @@
 """Watch over the settings of an optimiser's groups, which the task's loss must not change for a part of a batch."""
 
+import operator
 from typing import Any
 
 from torch.optim import Optimizer
 
 from dure.strategies.state.optimizer import has_plain_settings, settings_of
+
+_params = operator.itemgetter("params")
 
 
 class SettingsWatch:
@@ -43,4 +46,4 @@ class SettingsWatch:
             is_equal = groups == self._groups
         except (RuntimeError, ValueError):  # other tensors or arrays than before are compared element by element
             return False
-        return is_equal and [len(group["params"]) for group in groups] == self._sizes
+        return is_equal and list(map(len, map(_params, groups))) == self._sizes

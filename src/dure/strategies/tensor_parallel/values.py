@@ -167,7 +167,7 @@ def whole_in_functions() -> Iterator[None]:
     def apply(cls: type, *args: Any, **kwargs: Any) -> Any:
         if not cls.__module__.startswith(_MODULES) and _first_divided((args, kwargs)) is not None:
             args, kwargs = undivided((args, kwargs))
-        return own.__func__(cls, *args, **kwargs)
+        return own.__get__(None, cls)(*args, **kwargs)  # from torch 2.14 on it is written in C, and has no __func__
 
     torch.autograd.Function.apply = classmethod(apply)  # type: ignore[assignment]
     try:

@@ -69,7 +69,7 @@ def test_script_when_it_died_then_what_its_ranks_said_last_is_told(run):
         "  whether a rank had failed before, and why, only its supervisor knew; what the ranks said is left",
         "  rank 0 said last: step 2",
     ]
-    assert finding.evidence == ("logs/rank0.log",)
+    assert finding.files == ("logs/rank0.log",)
 
 
 def test_hang_when_the_launcher_ended_the_ranks_for_it_then_it_is_the_verdict(run):
@@ -77,20 +77,20 @@ def test_hang_when_the_launcher_ended_the_ranks_for_it_then_it_is_the_verdict(ru
     run.note_hang(hang.to_json())
     (finding,) = diagnose(ended(run, "failed", "the ranks were ended because they hung (--on-hang)")).findings
     assert finding.what == f"{hang.text}\nthe ranks were ended because they hung (--on-hang)"
-    assert finding.evidence == ("logs/hang-1.json",)
+    assert finding.files == ("logs/hang-1.json",)
 
 
 def test_run_when_failed_then_the_verdict_comes_first_and_the_evidence_is_named(run):
     run.write_json("logs/failure-rank1.json", {"rank": 1})
     finding = diagnose(ended(run, "failed", "rank 1 failed: ValueError: no\n  train.py:3")).findings[0]
     assert finding.what == "rank 1 failed: ValueError: no\n  train.py:3"
-    assert finding.evidence == ("logs/failure-rank1.json",)
+    assert finding.files == ("logs/failure-rank1.json",)
 
 
 def test_hang_then_is_told_as_it_was_with_its_file(run):
     run.note_hang(explain([rank(0, call()), rank(1, call(is_pending=False), line=33)], 12.0).to_json())
     (finding,) = diagnose(ended(run, "completed")).findings
-    assert (finding.severity, finding.evidence) == ("warning", ("logs/hang-1.json",))
+    assert (finding.severity, finding.files) == ("warning", ("logs/hang-1.json",))
     assert "rank 1 is idle at /home/me/train.py:33 in train" in finding.what
 
 

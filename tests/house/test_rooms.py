@@ -17,7 +17,17 @@ def test_page_when_the_floors_change_then_its_drawing_follows() -> None:
     assert PAGE.read_text(encoding="utf-8") == page_with_drawing(), "run python -m tests.house.rooms"
 
 
-WHOLE_RUNS = {"benchmarks", "conformance", "examples", "faults", "house", "outside", "samples", "simulated_cuda"}
+WHOLE_RUNS = {
+    "sick",
+    "benchmarks",
+    "conformance",
+    "examples",
+    "faults",
+    "house",
+    "outside",
+    "samples",
+    "simulated_cuda",
+}
 """Folders of tests of whole runs, or of what is no module of the package."""
 
 

@@ -32,8 +32,9 @@ def doctor(
     ] = "never",
     json: JsonFlag = False,
 ) -> None:
-    """Explain what happened to a run: which rank failed or hung first, where, and what to do."""
-    from dure.doctor.findings import SEVERITIES, diagnose
+    """Explain a run: which rank failed or hung first, where, what makes it slow, and what to do."""
+    from dure.doctor.finding import SEVERITIES
+    from dure.doctor.findings import diagnose
     from dure.records.run_dir import RunDir
 
     found = diagnose(RunDir.open(run, or_script=True))
@@ -60,7 +61,13 @@ def _lines(found: "Diagnosis") -> Iterator["RenderableType"]:
         yield Hanging(joined((finding.severity, _STYLES[finding.severity]), f"  {first}"))
         for line in rest:
             yield styled(line if line[:1].isspace() else f"  {line}", overflow="fold")
+        for line in finding.evidence:
+            yield Hanging(joined("  ", line))
+        if finding.cause:
+            yield Hanging(joined(("  cause: ", "bold"), finding.cause))
         if finding.remedy:
             yield Hanging(joined(("  remedy: ", "bold"), finding.remedy))
-        if finding.evidence:
-            yield styled(f"  see {', '.join(finding.evidence)}", "dim", overflow="fold")
+        if finding.gain_fraction is not None:
+            yield joined(("  gain: ", "bold"), f"up to {finding.gain_fraction:.0%} of the time")
+        if finding.files:
+            yield styled(f"  see {', '.join(finding.files)}", "dim", overflow="fold")

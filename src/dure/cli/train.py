@@ -20,7 +20,7 @@ from dure.cli.output import JsonFlag, is_reporter
 from dure.errors import RunInvalid
 from dure.records.run_dir import RunDir
 from dure.spec import flag_name
-from dure.terminal import print_json
+from dure.terminal import print_json, shell_word
 
 if TYPE_CHECKING:
     from dure.training.task.task import Task
@@ -122,9 +122,25 @@ def train(
         print_json(summary.to_json())
     elif not _is_quiet(settings, Path(summary.run)):
         from dure.report.tables import render
-        from dure.styled import draw
+        from dure.styled import Hanging, draw, joined
 
         draw(render(summary))
+        if (slowest := _slowest(Path(summary.run))) is not None:
+            draw("")
+            draw(Hanging(joined(("slow: ", "bold"), f"{slowest}; see `dure doctor {shell_word(summary.run)}`")))
+
+
+def _slowest(path: Path) -> str | None:
+    """Return what costs a run the most time, in one sentence; None if nothing stands out."""
+    from dure.doctor.slowness import slow_findings
+
+    try:
+        run = RunDir.open(path)
+        with run.understood():
+            found = slow_findings(run, run.read_spec(), [*run.events()])
+    except (RunInvalid, OSError):
+        return None
+    return found[0].what if found else None
 
 
 def _is_quiet(settings: Mapping[str, Any], run: Path) -> bool:

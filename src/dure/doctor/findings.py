@@ -8,6 +8,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from dure.doctor.finding import SEVERITIES, Finding
+from dure.doctor.slowness import slow_findings
 from dure.errors import DureError
 from dure.failures.record import read_failure
 from dure.failures.verdict import WorkerEnd, judge
@@ -17,7 +19,6 @@ from dure.records.jsonl import last_record
 from dure.records.run_dir import RunDir, os_errors_as_sentences
 from dure.records.run_list import RunOverview, overview
 
-SEVERITIES = ("note", "warning", "error")
 _QUIET_SECONDS = 60.0
 _MOST_CAUSES = 3
 _MOST_RANKS = 8
@@ -25,19 +26,6 @@ _MOST_TEXT = 200
 _TAIL_BYTES = 2**14
 _HUNG = "the ranks were ended because they hung"
 _COLOUR = re.compile(r"\x1b\[[0-9;]*m")
-
-
-@dataclass(frozen=True, kw_only=True)
-class Finding:
-    """A finding for the user."""
-
-    severity: str
-    """`error`: the run did not complete; `warning`: it did, or may, but something was wrong; `note`."""
-    what: str
-    """Finding in one sentence or a few lines, of which the first is a summary."""
-    evidence: tuple[str, ...] = ()
-    """Files of the run that show it."""
-    remedy: str | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,7 +38,7 @@ class _HangRecord:
 
 @dataclass(frozen=True, kw_only=True)
 class Diagnosis:
-    """All findings, the most severe first."""
+    """All findings, the most severe first, and of those about time the largest gain."""
 
     run: str
     status: str
@@ -78,27 +66,33 @@ def diagnose(run: RunDir) -> Diagnosis:
         found = [*end, *_hangs(run, seen), *_restarts(run, events), *_events(events), *_silence(run, seen)]
         found += _damaged_events(events)
         found += _damaged_records(run) if seen.status != "running" else ()
-    found.sort(key=lambda finding: -SEVERITIES.index(finding.severity))
+        if not run.is_script:
+            found += slow_findings(run, run.read_spec(), events)
+    found.sort(key=lambda finding: (-SEVERITIES.index(finding.severity), -(finding.gain_fraction or 0.0)))
     return Diagnosis(run=str(run.path), status=seen.status, findings=tuple(found))
 
 
 def _end(run: RunDir, seen: RunOverview) -> Iterator[Finding]:
     """Yield the end of the run, if it failed or was interrupted, in the words of the launcher."""
     if seen.status == "unreadable":
-        yield Finding(severity="error", what=str(seen.fault))
+        yield Finding(id="unreadable", severity="error", what=str(seen.fault))
     if seen.status in ("failed", "interrupted"):
         is_failed = seen.status == "failed"
         again = None if run.is_script else run.resume_command
         message = _message(run) or seen.status
-        evidence = [*_failure_files(run)]
+        files = [*_failure_files(run)]
         if (hang := _fatal_hang(run, seen)) is not None:
             message = f"{hang.text}\n{message}"
-            evidence.append(_name(run, run.hangs()[-1]))
+            files.append(_name(run, run.hangs()[-1]))
         remedy = again and f"`{again}`"
         if again and is_failed:
             remedy = f"mend the cause, then `{again}` (if that was in the task's code, with --accept-changes)"
         yield Finding(
-            severity="error" if is_failed else "warning", what=message, evidence=tuple(evidence), remedy=remedy
+            id=seen.status,
+            severity="error" if is_failed else "warning",
+            what=message,
+            files=tuple(files),
+            remedy=remedy,
         )
 
 
@@ -113,9 +107,10 @@ def _damaged_records(run: RunDir) -> Iterator[Finding]:
     for path in sorted(run.path.glob("rank*.jsonl")):
         if path.stat().st_size and not last_record(path):
             yield Finding(
+                id="damaged_records",
                 severity="warning",
                 what=f"{path.name} is damaged: its end holds no record of a step",
-                evidence=(path.name,),
+                files=(path.name,),
                 remedy="restore it from a copy of the run; checkpoints do not need it",
             )
 
@@ -148,14 +143,17 @@ def _death(run: RunDir, seen: RunOverview, events: list[Event]) -> Iterator[Find
         )
     lines += _last_lines(logs)
     yield Finding(
+        id="died",
         severity="error",
         what="\n".join(lines),
-        evidence=tuple(_name(run, path) for path in logs[:_MOST_RANKS]),
+        files=tuple(_name(run, path) for path in logs[:_MOST_RANKS]),
         remedy=None if run.is_script else run.how_to_go_on(),
     )
     verdict = _verdict_of_ranks(run, since)
     if verdict is not None:
-        yield Finding(severity="error", what=f"before that, {verdict}", evidence=tuple(_failure_files(run)))
+        yield Finding(
+            id="rank_failed", severity="error", what=f"before that, {verdict}", files=tuple(_failure_files(run))
+        )
 
 
 def _what_is_left(seen: RunOverview, logs: list[Path]) -> str:
@@ -213,13 +211,14 @@ def _hangs(run: RunDir, seen: RunOverview) -> Iterator[Finding]:
     for path in paths if _fatal_hang(run, seen) is None else paths[:-1]:
         record, name = _read_hang(run, path), _name(run, path)
         if record is None:
-            yield Finding(severity="warning", what="the record of a hang is damaged", evidence=(name,))
+            yield Finding(id="hang", severity="warning", what="the record of a hang is damaged", files=(name,))
             continue
         when = time.strftime("%H:%M:%S", time.localtime(record.time))
         yield Finding(
+            id="hang",
             severity="error" if seen.status in ("died", "failed") else "warning",
             what=f"at {when}: {record.text}",
-            evidence=(name,),
+            files=(name,),
         )
 
 
@@ -243,9 +242,10 @@ def _restarts(run: RunDir, events: list[Event]) -> Iterator[Finding]:
     more = [f"  … and {len(restarts) - _MOST_CAUSES} before"] if len(restarts) > _MOST_CAUSES else []
     times = "once" if len(restarts) == 1 else f"{len(restarts)} times"
     yield Finding(
+        id="restarted",
         severity="warning",
         what="\n".join([f"all ranks were started again {times}", *causes, *more]),
-        evidence=("events.jsonl",),
+        files=("events.jsonl",),
         remedy=f"each time it was rank {rank}: look at its device and its share of the data" if is_one else None,
     )
 
@@ -254,19 +254,21 @@ def _events(events: list[Event]) -> Iterator[Finding]:
     skipped = [event for event in events if isinstance(event, StepSkipped)]
     if skipped:
         yield Finding(
+            id="steps_skipped",
             severity="warning",
             what=f"{len(skipped)} step(s) were left out because the loss was not finite, the first step "
             f"{skipped[0].step}: {skipped[0].message}",
-            evidence=("events.jsonl",),
+            files=("events.jsonl",),
             remedy="look at these samples; a lower learning rate or --clip-norm may help",
         )
     lost = [event for event in events if isinstance(event, RankLost)]
     for event in lost:
         samples = sum(len(share.samples) for share in event.shares)
         yield Finding(
+            id="rank_lost",
             severity="warning",
             what=f"rank {event.rank} was lost, and {samples} samples of its shares were used by nobody",
-            evidence=("events.jsonl",),
+            files=("events.jsonl",),
         )
 
 
@@ -275,9 +277,10 @@ def _damaged_events(events: list[Event]) -> Iterator[Finding]:
     damaged = [event for event in events if isinstance(event, UnknownEvent) and event.fault is not None]
     if damaged:
         yield Finding(
+            id="damaged_events",
             severity="warning",
             what=f"{len(damaged)} event(s) cannot be read, the first, {damaged[0].name}, {damaged[0].fault}",
-            evidence=("events.jsonl",),
+            files=("events.jsonl",),
             remedy="restore it from a copy of the run",
         )
 
@@ -290,9 +293,10 @@ def _silence(run: RunDir, seen: RunOverview) -> Iterator[Finding]:
     seconds = time.time() - path.stat().st_mtime if path.is_file() else None
     if seconds is not None and seconds > _QUIET_SECONDS and not run.hangs():
         yield Finding(
+            id="silent",
             severity="warning",
             what=f"it is running, but its last step was written {seconds:.0f} s ago{_last_step(seen)}",
-            evidence=(path.name,),
+            files=(path.name,),
             remedy="its watchdog says why after --hang-after seconds",
         )
 

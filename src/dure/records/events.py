@@ -54,6 +54,8 @@ class Training(Event):
     """Type of the devices."""
     transport: Text = ""
     """Description of the transport between ranks."""
+    cores: Count | None = None
+    """Processor cores that the first rank's host lets its processes use; None in older records."""
     epoch_samples: Annotated[Count, Field(gt=0)]
     total_samples: Count
     """Samples at which training ends."""

@@ -6,6 +6,7 @@ from contextlib import ExitStack
 from typing import TypeVar
 
 from dure.errors import GroupShrank, LossNotFinite, ReplicasDiverged
+from dure.host.devices import count_cores
 from dure.host.thread_check import slowdown_of_threads
 from dure.records import events
 from dure.records.run_dir import RunDir
@@ -500,6 +501,7 @@ class Trainer:
                 num_devices=spec.num_devices,
                 device=strategy.device.type,
                 transport=session.group.transport,
+                cores=count_cores(),
                 epoch_samples=session.order.epoch_samples,
                 total_samples=session.total_samples,
                 samples_seen=self.position.samples_seen,

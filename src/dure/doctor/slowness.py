@@ -1,0 +1,305 @@
+"""Diagnosis of a run's speed from its records: what it waits for, and what would make it faster."""
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from dure.doctor.finding import Finding
+from dure.doctor.step_times import PARTS, StepTimes, step_times
+from dure.records.events import CheckpointSaved, Evaluated, Event, Training
+from dure.records.run_dir import RunDir
+from dure.spec import RunSpec
+from dure.units import format_bytes, format_seconds
+
+_FEWEST_STEPS = 20
+_LEAST_SECONDS = 1.0
+"""Shorter runs are not judged: they are trials, and most of their time is their start."""
+_MOST_DATA = 0.1
+_MOST_COMMUNICATION = 0.25
+_MOST_LATENESS = 0.1
+_MOST_EVALUATION = 0.3
+_MOST_STALLS = 0.1
+"""Fractions of the time up to which waiting for data, communication, a late rank, evaluation and checkpoints are usual.
+"""
+_GRAVE = 0.3
+"""Expected gain from which a finding is a warning."""
+_NUM_BLOCKS = 20
+_LABELS = {
+    "data": "waiting for its data",
+    "forward_backward": "forward and backward",
+    "optimizer": "the optimiser's step",
+    "other": "what is done between the measured parts",
+}
+_CAUSES = {
+    "data": ("its loader is slower than the others'", "look at its disk and its processor, or raise --num-workers"),
+    "forward_backward": (
+        "its device or its processor cores are slower, or shared with something else, or its samples are larger",
+        "look at what else runs there, and at the sizes of its samples",
+    ),
+    "optimizer": ("its device or its processor cores are slower, or shared", "look at what else runs there"),
+    "other": ("the task does something there on this rank alone, such as writing files", "do it less often"),
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Speed:
+    """Times of a run, as far as its records have them."""
+
+    spec: RunSpec
+    times: StepTimes
+    training: Training
+    evaluations: Sequence[Evaluated]
+    checkpoints: Sequence[CheckpointSaved]
+    step_seconds: float
+    """Seconds of all steps of the attempt."""
+
+    @property
+    def total_seconds(self) -> float:
+        """Seconds of steps, evaluations and stalls for checkpoints."""
+        return self.step_seconds + self.evaluation_seconds + self.stall_seconds
+
+    @property
+    def evaluation_seconds(self) -> float:
+        return sum(event.seconds for event in self.evaluations)
+
+    @property
+    def stall_seconds(self) -> float:
+        return sum(event.stall_seconds for event in self.checkpoints)
+
+    @property
+    def step_fraction(self) -> float:
+        """Fraction of the time that steps take."""
+        return self.step_seconds / self.total_seconds
+
+    @property
+    def wall(self) -> float:
+        """Mean seconds of a step."""
+        return float(self.times.wall.mean())
+
+    def mean(self, part: str) -> np.ndarray:
+        """Return the mean seconds of a part of a step on each rank, `(R,)`."""
+        means: np.ndarray = self.times.seconds[part].mean(axis=1)
+        return means
+
+
+def slow_findings(run: RunDir, spec: RunSpec, events: Sequence[Event]) -> list[Finding]:
+    """Return what makes the last attempt of a run slow, the largest expected gain first."""
+    number = next((n for n in reversed(range(len(events))) if isinstance(events[n], Training)), None)
+    if number is None:
+        return []
+    training, since = events[number], events[number:]
+    assert isinstance(training, Training)
+    times = step_times(run, training.world_size, training.step)
+    speed = _Speed(
+        spec=spec,
+        times=times,
+        training=training,
+        evaluations=[event for event in since if isinstance(event, Evaluated)],
+        checkpoints=[event for event in since if isinstance(event, CheckpointSaved)],
+        step_seconds=float(times.wall.sum()),
+    )
+    if times.steps.size < _FEWEST_STEPS or speed.total_seconds < _LEAST_SECONDS:
+        return []
+    too_small = [*_too_small(speed)]
+    # what many ranks send for little work is then no finding of its own
+    looks = (_straggler, _data, _evaluation, _checkpoints, *(() if too_small else (_communication,)))
+    found = [*too_small, *(finding for look in looks for finding in look(speed))]
+    return sorted(found, key=lambda finding: -(finding.gain_fraction or 0.0))
+
+
+def _finding(
+    speed: _Speed, name: str, gain: float, what: str, evidence: Sequence[str], cause: str, remedy: str
+) -> Finding:
+    return Finding(
+        id=name,
+        severity="warning" if gain >= _GRAVE else "note",
+        what=what,
+        evidence=tuple(evidence),
+        files=tuple(f"rank{rank}.jsonl" for rank in speed.times.ranks[:8]),
+        cause=cause,
+        remedy=remedy,
+        gain_fraction=round(gain, 3),
+    )
+
+
+def _data(speed: _Speed) -> Iterator[Finding]:
+    """Yield a finding if steps wait for their samples, on one rank at least."""
+    waits = speed.times.seconds["data"]
+    wait, wall = float(waits.max(axis=0).mean()), speed.wall
+    if wait / wall <= _MOST_DATA:
+        return
+    spec, num_ranks = speed.spec, len(speed.times.ranks)
+    samples = spec.global_batch_size / num_ranks
+    # a loader in the rank itself works only while the rank waits
+    rate = samples / (wait if spec.num_workers == 0 else wall) / max(spec.num_workers, 1)
+    wanted = samples / (wall - wait) if wall > wait else math.inf
+    num_workers = min(math.ceil(round(wanted / rate, 3)), 64)
+    cores = speed.training.cores
+    remedy = f"--num-workers {num_workers}"
+    if cores is not None and num_workers * num_ranks > cores:
+        remedy = (
+            f"make a sample cheaper (decode and resize once, beforehand), then raise --num-workers: as it is, that "
+            f"takes {num_workers} loader processes per rank, and the host has {cores} cores"
+        )
+    of_loader = (
+        f"one loader process brings {rate:,.0f} samples/s" if spec.num_workers else f"it brings {rate:,.0f} samples/s"
+    )
+    yield _finding(
+        speed,
+        "waits_for_data",
+        wait / wall * speed.step_fraction,
+        f"steps wait for data for {wait / wall:.0%} of their time",
+        [
+            f"{_ms(wait)} of the {_ms(wall)} of a step",
+            f"{of_loader}; without waiting, each rank would use {wanted:,.0f}",
+        ],
+        f"{spec.num_workers} loader processes per rank load too slowly"
+        if spec.num_workers
+        else "each rank loads its samples itself, between two steps",
+        remedy,
+    )
+
+
+def _communication(speed: _Speed) -> Iterator[Finding]:
+    """Yield a finding if communication takes long even on the rank that comes last, which waits for no other."""
+    if len(speed.times.ranks) == 1:
+        return
+    exposed, wall = float(speed.times.seconds["sync"].min(axis=0).mean()), speed.wall
+    if exposed / wall <= _MOST_COMMUNICATION:
+        return
+    num_bytes = float(speed.times.sent_bytes.mean())
+    yield _finding(
+        speed,
+        "communication_bound",
+        exposed / wall / 2 * speed.step_fraction,  # twice the samples per step, or half the bytes, halve it
+        f"communication that no computation hides takes {exposed / wall:.0%} of the time",
+        [
+            f"{_ms(exposed)} of the {_ms(wall)} of a step, on the rank that comes last",
+            f"each rank sends {format_bytes(num_bytes)} per step, {format_bytes(num_bytes / exposed)}/s",
+        ],
+        f"a step computes little for what it sends through {speed.training.transport or 'the network'}",
+        "a larger --global-batch-size, or a strategy or an option that sends less: see `dure strategies`",
+    )
+
+
+def _straggler(speed: _Speed) -> Iterator[Finding]:
+    """Yield a finding if the others wait for one rank in most steps of the later half."""
+    times = speed.times
+    if len(times.ranks) == 1:
+        return
+    blocks = np.array_split(np.arange(times.steps.size), min(_NUM_BLOCKS, times.steps.size))
+    busy = np.stack([times.busy[:, block].mean(axis=1) for block in blocks])
+    wall = np.array([times.wall[block].mean() for block in blocks])
+    late = len(blocks) // 2
+    slowest = int(busy[late:].mean(axis=0).argmax())
+    others = np.delete(busy, slowest, axis=1)
+    lateness = (busy[:, slowest] - others.max(axis=1)) / wall
+    if np.median(lateness[late:]) <= _MOST_LATENESS:
+        return
+    before = np.flatnonzero(lateness <= _MOST_LATENESS / 2)
+    first = int(before[-1]) + 1 if before.size and before[-1] < late else 0 if not before.size else late
+    steps = np.concatenate(blocks[first:])
+    excess = {
+        part: float(
+            times.seconds[part][slowest, steps].mean() - np.delete(times.seconds[part], slowest, 0)[:, steps].mean()
+        )
+        for part in (*PARTS, "other")
+        if part != "sync"
+    }
+    part = max(excess, key=lambda name: excess[name])
+    rank = times.ranks[slowest]
+    own, most = (
+        float(times.busy[slowest, steps].mean()),
+        float(np.delete(times.busy, slowest, 0)[:, steps].mean(axis=1).max()),
+    )
+    step_seconds = float(times.wall[steps].mean())
+    cause, remedy = _CAUSES[part]
+    since = f", since step {times.steps[blocks[first][0]]}" if first else ""
+    yield _finding(
+        speed,
+        "straggler",
+        (own - most) / step_seconds * speed.step_fraction * len(steps) / times.steps.size,
+        f"the other ranks wait for rank {rank}, {_ms(own - most)} in each step{since}",
+        [
+            f"rank {rank} is busy for {_ms(own)} of a step's {_ms(step_seconds)}, the others for {_ms(most)} at most",
+            f"{_ms(excess[part])} of the difference is {_LABELS[part]}",
+        ],
+        cause,
+        f"on rank {rank}: {remedy}",
+    )
+
+
+def _too_small(speed: _Speed) -> Iterator[Finding]:
+    """Yield a finding if one device that did the work of all ranks, one after another, would be as fast."""
+    times, num_ranks = speed.times, len(speed.times.ranks)
+    if num_ranks == 1 or num_ranks != speed.training.num_devices:
+        return
+    compute, data = float(speed.mean("forward_backward").sum()), float(speed.mean("data").sum())
+    rest = float((speed.mean("optimizer") + speed.mean("other")).max())
+    alone, wall = compute + data + rest, speed.wall
+    is_idle = float(speed.mean("forward_backward").min()) == 0.0  # a rank that only serves the others
+    if is_idle or alone > wall:
+        return
+    yield _finding(
+        speed,
+        "too_small_to_distribute",
+        (1 - alone / wall) * speed.step_fraction,
+        f"one device would be as fast as {num_ranks}: {_ms(alone)} for a step that takes {_ms(wall)} now",
+        [
+            f"forward and backward of all {num_ranks} shares, one after another: {_ms(compute)}",
+            f"loading, the optimiser's step and the rest: {_ms(data + rest)}",
+            f"waiting for each other and for the network: {_ms(float(times.seconds['sync'].mean()))} of each step",
+        ],
+        "a step computes too little for what the ranks spend on each other",
+        "--nproc 1; or a larger --global-batch-size, if the task learns as well with it",
+    )
+
+
+def _evaluation(speed: _Speed) -> Iterator[Finding]:
+    seconds, num = speed.evaluation_seconds, len(speed.evaluations)
+    fraction = seconds / speed.total_seconds
+    if fraction <= _MOST_EVALUATION or num < 2:
+        return
+    # as seldom as makes it a tenth of the rest
+    factor = max(2, math.ceil(10 * seconds / (speed.total_seconds - seconds)))
+    yield _finding(
+        speed,
+        "evaluation_dominates",
+        fraction * (1 - 1 / factor),
+        f"evaluation takes {fraction:.0%} of the time",
+        [
+            f"{num} evaluations of {format_seconds(seconds / num)} each, {format_seconds(seconds)} in all",
+            f"{format_seconds(speed.step_seconds)} of training",
+        ],
+        "it is done often, or over many samples, for so little training",
+        f"--eval-every-epochs {speed.spec.eval_every_epochs * factor:.2g}, or fewer samples in eval_data",
+    )
+
+
+def _checkpoints(speed: _Speed) -> Iterator[Finding]:
+    seconds, num = speed.stall_seconds, len(speed.checkpoints)
+    fraction = seconds / speed.total_seconds
+    if fraction <= _MOST_STALLS or num < 2:
+        return
+    num_bytes = sum(event.num_bytes for event in speed.checkpoints) / num
+    settings = speed.spec.checkpoint
+    remedy = "a faster disk for --runs-dir, or longer epochs"
+    if not settings.background:
+        remedy = "--checkpoint.background true: they are then written while training goes on"
+    elif settings.every_samples is not None or settings.every_minutes is not None:
+        remedy = "a longer interval (--checkpoint.every-samples, --checkpoint.every-minutes)"
+    yield _finding(
+        speed,
+        "checkpoint_stalls",
+        fraction / 2,
+        f"training stands still for checkpoints for {fraction:.0%} of the time",
+        [f"{num} checkpoints of {format_bytes(num_bytes)}, each for {format_seconds(seconds / num)}"],
+        "training waits until they are written" if not settings.background else "they follow each other too closely",
+        remedy,
+    )
+
+
+def _ms(seconds: float) -> str:
+    return f"{1000 * seconds:.1f} ms" if seconds < 1 else f"{seconds:.2f} s"

@@ -1,0 +1,87 @@
+"""Times of a run's steps on all ranks, for a diagnosis of what makes them slow."""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from dure.records.run_dir import RunDir
+from dure.records.step_columns import StepColumns, read_columns
+
+PARTS = ("data", "forward_backward", "sync", "optimizer")
+"""Measured parts of a step; what they leave of its wall time is `other`."""
+_NUM_FIRST = 5
+"""Steps at the start that are left out: caches, allocators and buckets are set up in them."""
+_PAUSE_SECONDS = 30.0
+_PAUSE_FACTOR = 20.0
+"""A step with more seconds, and more than this multiple of the median, is a pause (a suspended laptop): left out."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepTimes:
+    """Seconds of each part of each step on each rank, of the steps that all ranks have recorded."""
+
+    ranks: tuple[int, ...]
+    steps: np.ndarray
+    """Numbers of the steps, `(S,)`."""
+    seconds: dict[str, np.ndarray]
+    """Array `(R, S)` for each of `PARTS`, for `other` and for `wall`."""
+    sent_bytes: np.ndarray
+    """Bytes that each rank sent in each step, `(R, S)`."""
+    num_left_out: int
+    """Number of lines of the records that are no step records."""
+    missing: tuple[int, ...]
+    """Ranks without step records."""
+
+    @property
+    def wall(self) -> np.ndarray:
+        """Seconds of each step, `(S,)`: those of the slowest rank."""
+        longest: np.ndarray = self.seconds["wall"].max(axis=0)
+        return longest
+
+    @property
+    def busy(self) -> np.ndarray:
+        """Seconds that each rank spent in each step on anything but waiting for other ranks, `(R, S)`."""
+        left: np.ndarray = self.seconds["wall"] - self.seconds["sync"]
+        return left
+
+
+def step_times(run: RunDir, world_size: int, first_step: int) -> StepTimes:
+    """Return the times of the steps of a run's last attempt, without the first ones and without pauses.
+
+    Args:
+        run: The run.
+        world_size: Number of ranks.
+        first_step: Number of the step at which the attempt began; earlier ones may have been computed on other ranks.
+    """
+    columns = {rank: read_columns(run.records_path(rank)) for rank in range(world_size)}
+    recorded = {rank: found for rank, found in columns.items() if found.steps.size}
+    steps = _common_steps([*recorded.values()], first_step)
+    rows = {rank: np.searchsorted(found.steps, steps) for rank, found in recorded.items()}
+
+    def table(name: str) -> np.ndarray:
+        picked = [found.values[name][rows[rank]] for rank, found in recorded.items()]
+        return np.stack(picked) if picked else np.empty((0, 0))
+
+    seconds = {part: table(f"{part}_seconds") for part in (*PARTS, "wall")}
+    seconds["other"] = np.maximum(seconds["wall"] - sum(seconds[part] for part in PARTS), 0.0)
+    wall = seconds["wall"].max(axis=0) if steps.size else np.empty(0)
+    is_usual = wall <= max(_PAUSE_SECONDS, _PAUSE_FACTOR * (np.median(wall) if wall.size else 0.0))
+    is_usual[:_NUM_FIRST] = False
+    return StepTimes(
+        ranks=tuple(recorded),
+        steps=steps[is_usual],
+        seconds={part: values[:, is_usual] for part, values in seconds.items()},
+        sent_bytes=table("sent_bytes")[:, is_usual],
+        num_left_out=sum(found.num_left_out for found in columns.values()),
+        missing=tuple(rank for rank in columns if rank not in recorded),
+    )
+
+
+def _common_steps(columns: list[StepColumns], first_step: int) -> np.ndarray:
+    """Return the numbers of the steps after the first one that all ranks have, `(S,)`."""
+    if not columns:
+        return np.empty(0, dtype=np.int64)
+    steps = columns[0].steps
+    for found in columns[1:]:
+        steps = np.intersect1d(steps, found.steps, assume_unique=True)
+    return steps[steps > first_step]

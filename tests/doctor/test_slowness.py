@@ -1,0 +1,176 @@
+"""Findings of `dure doctor` about the speed of a run, from records whose times are known."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from dure.doctor.finding import Finding
+from dure.doctor.slowness import slow_findings
+from dure.doctor.step_times import step_times
+from dure.records.events import CheckpointSaved, Evaluated, Training
+from dure.records.run_dir import RunDir
+from dure.records.step_record import StepRecord, step_line
+from dure.spec import RunSpec
+
+NUM_STEPS = 60
+
+Spans = Callable[[int], dict[str, float]]
+"""Function from a step to the seconds of its parts, and its `wall`."""
+
+
+def evenly(wall: float = 0.1, **parts: float) -> Spans:
+    return lambda step: {"wall": wall, **parts}
+
+
+def write_records(run: RunDir, rank: int, spans: Spans, steps: range = range(1, NUM_STEPS + 1)) -> None:
+    with run.records_path(rank).open("a") as file:
+        for step in steps:
+            seconds = spans(step)
+            parts = {
+                f"{part}_seconds": seconds.get(part, 0.0) for part in ("data", "forward_backward", "sync", "optimizer")
+            }
+            record = StepRecord(
+                time=1e9 + step, step=step, epoch=0, samples_seen=32 * step, loss_sum=1.0, loss_count=32,
+                sent_bytes=1000, wall_seconds=seconds["wall"], **parts,
+            )  # fmt: skip
+            file.write(step_line(record))
+
+
+def training(world_size: int, *, num_devices: int | None = None, step: int = 0, cores: int | None = 64) -> Training:
+    return Training(
+        world_size=world_size, num_devices=num_devices or world_size, device="cpu", epoch_samples=640,
+        total_samples=1920, samples_seen=32 * step, step=step, cores=cores,
+    )  # fmt: skip
+
+
+def found(tmp_path: Path, *ranks: Spans, events=(), cores: int | None = 64, **settings) -> list[Finding]:
+    run = RunDir.create(tmp_path, "run")
+    for rank, spans in enumerate(ranks):
+        write_records(run, rank, spans)
+    spec = RunSpec(task="-:-", global_batch_size=32, nproc=len(ranks), **settings)
+    return slow_findings(run, spec, [training(len(ranks), cores=cores), *events])
+
+
+def evaluated(seconds: float) -> Evaluated:
+    return Evaluated(
+        step=1, samples_seen=32, epochs=1.0, train_loss=None, metrics={}, is_best=False, best_metric="loss",
+        seconds=seconds, seconds_since_last=1.0,
+    )  # fmt: skip
+
+
+def saved(stall_seconds: float) -> CheckpointSaved:
+    return CheckpointSaved(path="x", samples_seen=32, step=1, num_bytes=2**20, stall_seconds=stall_seconds)
+
+
+def test_run_when_it_computes_all_the_time_then_nothing_is_found(tmp_path):
+    assert found(tmp_path, evenly(forward_backward=0.08, optimizer=0.01, data=0.005)) == []
+
+
+def test_run_when_it_is_shorter_than_a_second_then_it_is_not_judged(tmp_path):
+    assert found(tmp_path, evenly(wall=0.01, data=0.009)) == []
+
+
+def test_data_when_the_rank_loads_them_itself_then_the_loader_processes_to_try_are_told(tmp_path):
+    (finding,) = found(tmp_path, evenly(data=0.06, forward_backward=0.04))
+    assert (finding.id, finding.severity, finding.gain_fraction) == ("waits_for_data", "warning", 0.6)
+    assert finding.evidence == (
+        "60.0 ms of the 100.0 ms of a step",
+        "it brings 533 samples/s; without waiting, each rank would use 800",
+    )
+    assert finding.remedy == "--num-workers 2"
+
+
+@pytest.mark.parametrize(
+    ("cores", "remedy"), [(64, "--num-workers 5"), (None, "--num-workers 5"), (4, "host has 4 cores")]
+)
+def test_data_when_there_are_loader_processes_then_more_are_proposed_if_there_are_cores(cores, remedy, tmp_path):
+    (finding,) = found(tmp_path, evenly(data=0.06, forward_backward=0.04), num_workers=2, cores=cores)
+    assert remedy in finding.remedy
+
+
+def test_rank_when_it_is_late_from_some_step_on_then_rank_step_and_part_are_named(tmp_path):
+    def slow(step: int) -> dict[str, float]:
+        return {"wall": 0.1, "forward_backward": 0.09 if step > 20 else 0.04, "sync": 0.01 if step > 20 else 0.05}
+
+    (finding,) = found(
+        tmp_path, evenly(forward_backward=0.04, sync=0.05), slow, evenly(forward_backward=0.04, sync=0.05)
+    )
+    assert finding.id == "straggler"
+    assert finding.what.startswith("the other ranks wait for rank 1, 40.0 ms in each step, since step 2")
+    assert finding.evidence[1] == "50.0 ms of the difference is forward and backward"
+
+
+@pytest.mark.parametrize(
+    ("part", "remedy"), [("data", "loader is slower"), ("optimizer", "cores are slower"), ("other", "writing files")]
+)
+def test_rank_when_it_is_late_then_the_cause_is_that_of_the_part(part, remedy, tmp_path):
+    late = {} if part == "other" else {part: 0.03}
+    (finding, *_) = found(
+        tmp_path, evenly(forward_backward=0.05, sync=0.05), evenly(forward_backward=0.05, sync=0.01, **late)
+    )
+    assert (finding.id, remedy in finding.cause) == ("straggler", True)
+
+
+def test_ranks_when_they_take_turns_at_being_late_then_none_is_a_straggler(tmp_path):
+    def turn(own: int) -> Spans:
+        return lambda step: {"wall": 0.1, "forward_backward": 0.09 if step % 2 == own else 0.06, "sync": 0.01}
+
+    assert found(tmp_path, turn(0), turn(1)) == []
+
+
+def test_communication_when_even_the_last_rank_waits_for_it_then_is_named_with_its_bytes(tmp_path):
+    (finding,) = found(tmp_path, *[evenly(forward_backward=0.05, sync=0.04, optimizer=0.01)] * 2)
+    assert (finding.id, finding.gain_fraction) == ("communication_bound", 0.2)
+    assert finding.evidence[1] == "each rank sends 1000 B per step, 24.4 KiB/s"
+
+
+def test_work_when_one_device_would_do_it_as_fast_then_the_times_are_told(tmp_path):
+    (finding,) = found(tmp_path, *[evenly(forward_backward=0.02, sync=0.07, optimizer=0.01)] * 3)
+    assert finding.id == "too_small_to_distribute"
+    assert finding.what == "one device would be as fast as 3: 70.0 ms for a step that takes 100.0 ms now"
+
+
+def test_rank_when_it_computes_nothing_then_one_device_is_not_compared(tmp_path):
+    ranks = evenly(forward_backward=0.05, sync=0.05), evenly(sync=0.1)
+    assert "too_small_to_distribute" not in [each.id for each in found(tmp_path, *ranks)]
+
+
+def test_evaluation_when_it_takes_most_of_the_time_then_a_longer_interval_is_proposed(tmp_path):
+    (finding,) = found(tmp_path, evenly(forward_backward=0.1), events=[evaluated(2.0), evaluated(2.0)])
+    assert (finding.id, finding.what) == ("evaluation_dominates", "evaluation takes 42% of the time")
+    assert finding.remedy == "--eval-every-epochs 8, or fewer samples in eval_data"
+
+
+def test_checkpoints_when_training_stands_still_for_them_then_the_cure_follows_the_settings(tmp_path):
+    events = [saved(1.0), saved(1.0)]
+    (finding,) = found(tmp_path, evenly(forward_backward=0.1), events=events, checkpoint={"background": False})
+    assert (finding.id, finding.remedy.partition(":")[0]) == ("checkpoint_stalls", "--checkpoint.background true")
+
+
+def test_findings_when_there_are_several_then_the_largest_gain_comes_first(tmp_path):
+    several = found(tmp_path, evenly(data=0.05, forward_backward=0.05), events=[evaluated(5.0), evaluated(5.0)])
+    assert [finding.id for finding in several] == ["evaluation_dominates", "waits_for_data"]
+
+
+def test_steps_when_the_run_was_resumed_on_fewer_ranks_then_those_of_the_last_attempt_count(tmp_path):
+    run = RunDir.create(tmp_path, "run")
+    write_records(run, 0, evenly(), range(1, 61))
+    write_records(run, 1, evenly(), range(1, 31))
+    times = step_times(run, world_size=1, first_step=30)
+    assert (times.ranks, times.steps[0], times.steps[-1]) == ((0,), 36, 60)
+
+
+def test_steps_when_a_rank_has_no_records_or_damaged_ones_then_the_others_are_read(tmp_path):
+    run = RunDir.create(tmp_path, "run")
+    write_records(run, 0, evenly())
+    with run.records_path(0).open("a") as file:
+        file.write('{"step": "x"}\n[]\n{"step": 61, "tim')
+    times = step_times(run, world_size=2, first_step=0)
+    assert (times.ranks, times.missing, times.num_left_out, times.steps[-1]) == ((0,), (1,), 3, 60)
+
+
+def test_step_when_the_machine_was_suspended_in_it_then_it_is_left_out(tmp_path):
+    run = RunDir.create(tmp_path, "run")
+    write_records(run, 0, lambda step: {"wall": 900.0 if step == 30 else 0.1})
+    assert 30 not in step_times(run, world_size=1, first_step=0).steps

@@ -8,7 +8,7 @@ import pytest
 from dure.doctor.finding import Finding
 from dure.doctor.slowness import slow_findings
 from dure.doctor.step_times import step_times
-from dure.records.events import CheckpointSaved, Evaluated, Training
+from dure.records.events import CheckpointSaved, Evaluated, SlowThreads, Training
 from dure.records.run_dir import RunDir
 from dure.records.step_record import StepRecord, step_line
 from dure.spec import RunSpec
@@ -146,6 +146,16 @@ def test_checkpoints_when_training_stands_still_for_them_then_the_cure_follows_t
     events = [saved(1.0), saved(1.0)]
     (finding,) = found(tmp_path, evenly(forward_backward=0.1), events=events, checkpoint={"background": False})
     assert (finding.id, finding.remedy.partition(":")[0]) == ("checkpoint_stalls", "--checkpoint.background true")
+
+
+def test_threads_when_other_work_had_their_cores_then_one_thread_is_proposed(tmp_path):
+    (finding,) = found(tmp_path, evenly(forward_backward=0.1), events=[SlowThreads(threads=4, slowdown=5.0)])
+    assert (finding.id, finding.gain_fraction) == ("cpu_oversubscribed", 0.8)
+
+
+def test_ranks_when_there_are_more_than_cores_then_it_is_said(tmp_path):
+    (finding,) = found(tmp_path, *[evenly(forward_backward=0.1)] * 3, cores=2)
+    assert (finding.id, finding.remedy) == ("cpu_oversubscribed", "--nproc 2, or hosts with more cores")
 
 
 def test_findings_when_there_are_several_then_the_largest_gain_comes_first(tmp_path):

@@ -17,7 +17,7 @@ HEALTHY: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "two ranks": ({"computing_each": 0.002}, TWO),
     "loaders in time": ({"computing": 0.04, "loading": 0.0005}, {"num_workers": 1}),
     "evaluates seldom": ({"computing": 0.02, "evaluating": 0.001}, {}),
-    "three ranks": ({"computing_each": 0.003}, {**TWO, "nproc": 3, "threads": 1}),
+    "microbatches": ({"computing_each": 0.002}, {**TWO, "microbatch_size": 8}),
 }
 SICK: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "waits_for_data": ({"computing": 0.01, "loading": 0.001}, {}),

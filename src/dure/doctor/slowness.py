@@ -8,7 +8,7 @@ import numpy as np
 
 from dure.doctor.finding import Finding
 from dure.doctor.step_times import PARTS, StepTimes, step_times
-from dure.records.events import CheckpointSaved, Evaluated, Event, Training
+from dure.records.events import CheckpointSaved, Evaluated, Event, SlowThreads, Training
 from dure.records.run_dir import RunDir
 from dure.spec import RunSpec
 from dure.units import format_bytes, format_seconds
@@ -52,6 +52,7 @@ class _Speed:
     training: Training
     evaluations: Sequence[Evaluated]
     checkpoints: Sequence[CheckpointSaved]
+    slow_threads: Sequence[SlowThreads]
     step_seconds: float
     """Seconds of all steps of the attempt."""
 
@@ -98,13 +99,14 @@ def slow_findings(run: RunDir, spec: RunSpec, events: Sequence[Event]) -> list[F
         training=training,
         evaluations=[event for event in since if isinstance(event, Evaluated)],
         checkpoints=[event for event in since if isinstance(event, CheckpointSaved)],
+        slow_threads=[event for event in since if isinstance(event, SlowThreads)],
         step_seconds=float(times.wall.sum()),
     )
     if times.steps.size < _FEWEST_STEPS or speed.total_seconds < _LEAST_SECONDS:
         return []
     too_small = [*_too_small(speed)]
     # what many ranks send for little work is then no finding of its own
-    looks = (_straggler, _data, _evaluation, _checkpoints, *(() if too_small else (_communication,)))
+    looks = (_straggler, _data, _cores, _evaluation, _checkpoints, *(() if too_small else (_communication,)))
     found = [*too_small, *(finding for look in looks for finding in look(speed))]
     return sorted(found, key=lambda finding: -(finding.gain_fraction or 0.0))
 
@@ -255,6 +257,33 @@ def _too_small(speed: _Speed) -> Iterator[Finding]:
         "a step computes too little for what the ranks spend on each other",
         "--nproc 1; or a larger --global-batch-size, if the task learns as well with it",
     )
+
+
+def _cores(speed: _Speed) -> Iterator[Finding]:
+    """Yield a finding if more threads compute on a host than it has cores: because of other work, or too many ranks."""
+    nproc, cores = speed.spec.nproc, speed.training.cores
+    computing = float(speed.mean("forward_backward").max()) / speed.wall * speed.step_fraction
+    if speed.slow_threads:
+        slow = speed.slow_threads[-1]
+        yield _finding(
+            speed,
+            "cpu_oversubscribed",
+            computing * (1 - 1 / slow.slowdown),
+            f"the {slow.threads} threads of a rank wait for cores that other work uses",
+            [f"at the start small operations took {slow.slowdown:,.0f} times as long as with one thread"],
+            "an operation waits for the last of its threads, and one without a core comes late",
+            "--threads 1, or end the other work",
+        )
+    elif speed.training.device == "cpu" and cores is not None and nproc > cores:
+        yield _finding(
+            speed,
+            "cpu_oversubscribed",
+            0.0,  # they compute as much in turns as side by side
+            f"{nproc} ranks share {cores} cores, and so take turns",
+            [f"{nproc} ranks on a host with {cores} cores"],
+            "there are more ranks than cores",
+            f"--nproc {cores}, or hosts with more cores",
+        )
 
 
 def _evaluation(speed: _Speed) -> Iterator[Finding]:

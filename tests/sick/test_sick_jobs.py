@@ -41,7 +41,8 @@ SICK: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 
 
 def diagnosed(folder: Path, options: dict[str, Any], settings: dict[str, Any]) -> list[str]:
-    given = {"samples": 2_000, "global_batch_size": 32, **settings}
+    # one thread: others would wait for cores if anything else runs on the machine, which is a finding
+    given = {"samples": 2_000, "global_batch_size": 32, "threads": 1, **settings}
     summary = dure.train(Job(**options), runs_dir=folder, quiet=True, **given)
     return [finding.id for finding in diagnose(RunDir.open(Path(summary.run))).findings]
 

@@ -112,13 +112,14 @@ def is_sequence(value: Any) -> bool:
 
 def attributes_of(value: Any) -> dict[str, Any]:
     """Return the attributes of one object, including those in slots, by their names."""
-    found = {name: object.__getattribute__(value, name) for name in _slots(_class_of(value)) if _has_slot(value, name)}
+    slots = slots_of(_class_of(value))
+    found = {name: object.__getattribute__(value, name) for name in slots if _has_slot(value, name)}
     return found | getattr(value, "__dict__", {})
 
 
 def set_attribute(value: Any, name: str, item: Any) -> None:
     """Set an attribute of one object without running its own code."""
-    if hasattr(value, "__dict__") and name not in _slots(_class_of(value)):
+    if hasattr(value, "__dict__") and name not in slots_of(_class_of(value)):
         value.__dict__[name] = item
     else:
         object.__setattr__(value, name, item)
@@ -282,7 +283,8 @@ _HEAP_TYPE = 1 << 9
 
 
 @functools.cache
-def _slots(cls: type) -> tuple[str, ...]:
+def slots_of(cls: type) -> tuple[str, ...]:
+    """Return the names of the attributes in the slots of a class and its bases, as they are looked up."""
     names: list[str] = []
     for base in cls.__mro__:
         slots = base.__dict__.get("__slots__", ())

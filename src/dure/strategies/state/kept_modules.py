@@ -1,5 +1,6 @@
 """Record of modules for their restoration: their attributes, registered members, and hooks on gradients."""
 
+import operator
 from collections.abc import Mapping
 from typing import Any
 
@@ -34,17 +35,28 @@ class KeptModules:
         for module, attributes, registered in self._modules:
             put_back_entries(vars(module), attributes)
             for kind, entries in registered.items():
-                vars(module)[kind].clear()
-                vars(module)[kind].update(entries)
+                register = vars(module)[kind]
+                if (register or entries) and not _has_same_entries(register, entries):
+                    register.clear()
+                    register.update(entries)
 
 
 def put_back_entries(now: dict[str, Any], before: Mapping[str, Any]) -> None:
     """Restore the same objects in a dictionary, including attributes that hold functions, such as `forward`."""
+    if now.keys() == before.keys() and all(map(operator.is_, map(now.__getitem__, before), before.values())):
+        return  # at the speed of C, because hardly any has changed
     for name in now.keys() - before.keys():
         del now[name]
     for name, value in before.items():
         if name not in now or now[name] is not value:
             now[name] = value
+
+
+def _has_same_entries(register: Any, entries: Any) -> bool:
+    """Return whether a register has the same members in the same order."""
+    if isinstance(register, set):
+        return bool(register == entries)
+    return [*register] == [*entries] and all(map(operator.is_, register.values(), entries.values()))
 
 
 def _registered(module: nn.Module) -> dict[str, Any]:

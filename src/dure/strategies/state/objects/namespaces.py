@@ -13,6 +13,7 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
 from dure.failures.frames import is_installed, is_of_engine
+from dure.strategies.state.containers import slots_of
 
 ATOMS = (type(None), bool, int, float, complex, str, bytes, Enum, torch.dtype, torch.device, torch.Size, range, slice)
 """Kinds of values that never change."""
@@ -60,8 +61,9 @@ class _Slots(_Attributes):
     """Mapping of the attributes of an object with `__slots__`, including those of its `__dict__`."""
 
     def __init__(self, owner: Any) -> None:
+        cls: Any = type(owner)
         self._owner = owner
-        self._names = _slots(type(owner))
+        self._names = slots_of(cls)
 
     def __getitem__(self, name: str) -> Any:
         try:
@@ -77,16 +79,6 @@ class _Slots(_Attributes):
 
     def __iter__(self) -> Iterator[str]:
         return iter([name for name in (*self._names, *(_dict_of(self._owner) or ())) if name in self])
-
-
-def _slots(cls: type) -> list[str]:
-    found = []
-    for base in cls.__mro__:
-        own = vars(base).get("__slots__", ())
-        for name in [own] if isinstance(own, str) else own:
-            is_private = name.startswith("__") and not name.endswith("__")
-            found.append(f"_{base.__name__.lstrip('_')}{name}" if is_private else name)
-    return [name for name in found if name not in ("__dict__", "__weakref__")]
 
 
 def _dict_of(value: object) -> MutableMapping[str, Any] | None:
@@ -138,7 +130,8 @@ def with_dict(value: object) -> object | None:
     """Return an object whose `vars` are the attributes of `value`, including those in slots; None if it has none."""
     if isinstance(value, Namespace | Variables):
         return value
-    if type(value).__module__ != "builtins" and _slots(type(value)):
+    cls: Any = type(value)
+    if cls.__module__ != "builtins" and slots_of(cls):
         return Variables(_Slots(value))
     return None if _dict_of(value) is None else value
 

@@ -85,6 +85,8 @@ HOOKS = (
     *("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"),
 )
 """Dictionaries of the hooks that a step runs."""
+_PLAIN = frozenset((type(None), bool, int, float, complex, str, bytes))
+"""Classes of `ATOMS`, without their subclasses, which are quick to tell."""
 _MOST_OBJECTS = 5_000
 """Maximum number of objects and containers searched in one walk; all others are compared by identity."""
 _MOST_CACHED = 100
@@ -236,6 +238,8 @@ class ObjectState:
 
     def _walk(self, path: str, value: Any) -> None:
         self._note(path, value)
+        if type(value) in _PLAIN:  # most attributes of modules, of which a large model has thousands
+            return
         if self._depth < _MOST_LEVELS:
             self._depth += 1
             self._look_into(path, value)
@@ -338,32 +342,34 @@ class ObjectState:
 
     def _module(self, path: str, value: nn.Module) -> None:
         own = []
-        for name, module in value.named_modules():
+        modules = [*value.named_modules()]
+        parameters, buffers = [*value.named_parameters()], [*value.named_buffers()]
+        for name, module in modules:
             inner = f"{path}.{name}" if name else path
             self._note(inner, module)
             if module is value or id(module) not in self._seen:
                 self._seen[id(module)] = module
                 own.append(module)
                 self._attributes(inner, module)
-        for name, tensor in (*value.named_parameters(), *value.named_buffers()):
+        for name, tensor in (*parameters, *buffers):
             self._note(f"{path}.{name}", tensor)
         if id(value) not in self._roots:
             self._add(parts_place(path, own))
             self._tensors_of(path, value)
             return
-        for name, parameter in value.named_parameters():
+        for name, parameter in parameters:
             if type(parameter) is nn.Parameter and id(parameter) not in self._seen:
                 self._seen[id(parameter)] = parameter
                 self._attributes_of_tensor(f"{path}.{name}", parameter)
-        for name, buffer in value.named_buffers():
+        for name, buffer in buffers:
             self._attributes_of_tensor(f"{path}.{name}", buffer)
         if self._sees_unsaved_buffers:
-            for name, module in value.named_modules():
-                buffers = UnsavedBuffers(module)
+            for name, module in modules:
+                unsaved = UnsavedBuffers(module)
                 inner = f"{path}.{name}._buffers" if name else f"{path}._buffers"
-                self._unsaved |= {id(buffer) for buffer in buffers.values()}
-                if buffers:
-                    self._attributes(inner, Variables(buffers))
+                self._unsaved |= {id(buffer) for buffer in unsaved.values()}
+                if unsaved:
+                    self._attributes(inner, Variables(unsaved))
 
     def _beside_items(self, path: str, value: Any) -> None:
         """Walk over the attributes of a container of a user's own class."""
@@ -475,13 +481,17 @@ class ObjectState:
                 self._sees_data and isinstance(item, Dataset)
             ):
                 self._walk(f"{path}.{name}", item)
+        attributes = vars(owner)
         for hooks in HOOKS:
-            within(hooks)
-            registered = vars(owner).get(hooks, {})
+            registered = attributes.get(hooks)
+            if registered is None:
+                continue
             if isinstance(registered, dict):
                 self._hooks.append((registered, [*map(id, registered.values())]))
-            for number, hook in enumerate(registered.values()):
-                self._walk(f"{path}.{hooks}[{number}]", hook)
+            if registered:
+                within(hooks)
+                for number, hook in enumerate(registered.values()):
+                    self._walk(f"{path}.{hooks}[{number}]", hook)
         self._holder = outer
 
 
@@ -523,7 +533,10 @@ _TORCHS_OWN = {
 
 
 def _torchs_own(owner: object) -> frozenset[str]:
-    return next((names for kind, names in _TORCHS_OWN.items() if isinstance(owner, kind)), frozenset())
+    for kind, names in _TORCHS_OWN.items():
+        if isinstance(owner, kind):
+            return names
+    return frozenset()
 
 
 def plain_attributes(owner: object, kind: object = None) -> dict[str, Any]:

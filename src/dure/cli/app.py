@@ -63,7 +63,7 @@ VERBS = {
     "diff": Verb("diff", "Show where two runs differ: settings, samples, losses, weights. Exits with 4 if they do."),
     "doctor": Verb(
         "doctor",
-        "Explain what happened to a run: which rank failed or hung first, where, and what to do.",
+        "Explain a run: which rank failed or hung first, where, what makes it slow, and what to do.",
     ),
     "submit": Verb("submit", "Hand a run to Slurm, Kubernetes or Ray."),
     "bench": Verb("bench", "Measure collectives between processes of this host, and fit what a link costs."),

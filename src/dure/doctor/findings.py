@@ -19,6 +19,8 @@ from dure.records.jsonl import last_record
 from dure.records.run_dir import RunDir, os_errors_as_sentences
 from dure.records.run_list import RunOverview, overview
 
+VERSION = 1
+"""Version of a diagnosis in JSON."""
 _QUIET_SECONDS = 60.0
 _MOST_CAUSES = 3
 _MOST_RANKS = 8
@@ -50,7 +52,7 @@ class Diagnosis:
         return max((finding.severity for finding in self.findings), key=SEVERITIES.index, default=None)
 
     def to_json(self) -> dict[str, Any]:
-        return asdict(self)
+        return {"version": VERSION, **asdict(self)}
 
 
 def diagnose(run: RunDir) -> Diagnosis:

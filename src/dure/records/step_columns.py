@@ -58,9 +58,17 @@ def _blocks_of_lines(path: Path) -> Iterator[list[bytes]]:
     """Yield the lines of a file, some megabytes at a time."""
     if not path.is_file():
         return
+    lines: list[bytes] = []
+    num_bytes = 0
     with path.open("rb") as file:
-        while lines := file.readlines(_BLOCK_BYTES):
-            yield [line for line in lines if not line.isspace() and len(line) <= MOST_LINE_BYTES]
+        while line := file.readline(MOST_LINE_BYTES):
+            if not line.isspace():
+                lines.append(line)
+                num_bytes += len(line)
+            if num_bytes >= _BLOCK_BYTES:
+                yield lines
+                lines, num_bytes = [], 0
+    yield lines
 
 
 def _rows(lines: Sequence[bytes]) -> tuple[np.ndarray, int]:

@@ -80,10 +80,13 @@ def own_attributes(tensor: Tensor) -> dict[str, Any]:
 def bytes_of(tensor: Tensor) -> Tensor:
     """Return a tensor's elements as bytes in one dimension: a view of its memory if it is contiguous.
 
+    Of a DTensor they are those that this rank has: operators on DTensors, `torch.equal` too, exchange messages, and one
+    rank alone may compare.
+
     `view` requires an innermost stride of 1. A dimension of size 1 keeps any other stride, through `contiguous` and
     `reshape` too: a column of a batch of one sample has that of its row.
     """
-    flat = tensor.detach().resolve_conj().resolve_neg().contiguous().reshape(-1)
+    flat = local_tensor(tensor).detach().resolve_conj().resolve_neg().contiguous().reshape(-1)
     if flat.stride(0) != 1:
         flat = flat.as_strided(flat.shape, (1,))
     return flat.view(torch.uint8)

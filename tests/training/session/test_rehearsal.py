@@ -374,3 +374,17 @@ def test_evaluation_in_small_batches_is_rehearsed_in_small_batches(tmp_path):
     train_case(tmp_path, ShortOfMemory(), eval_batch_size=3, samples=20, global_batch_size=10)
     with pytest.raises(WorkerFailed, match="no memory for so many"):
         train_case(tmp_path, ShortOfMemory(), eval_batch_size=4, samples=20, global_batch_size=10)
+
+
+class HoldsModel(Regression):
+    """Keeps the model in a list."""
+
+    def build_model(self):
+        self.models = [super().build_model()]
+        return self.models[0]
+
+
+def test_task_that_holds_a_divided_model_is_trained_where_one_rank_compares_what_loader_processes_read(tmp_path):
+    settings = STATE | {"num_workers": 1}
+    run = weights_of(train_case(tmp_path, HoldsModel(), "fsdp", 2, **settings))
+    assert largest_difference(run, weights_of(train_case(tmp_path, HoldsModel(), **settings))) < 1e-10

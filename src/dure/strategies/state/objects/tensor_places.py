@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from dure.strategies.state.objects.state_places import Place, are_same_items, comparable
 from dure.strategies.state.tensor_shard import version_of
 from dure.torchcompat.modules import MODULE_CONTENTS
-from dure.torchcompat.tensors import bytes_of
+from dure.torchcompat.tensors import bytes_of, local_tensor
 
 MOST_ELEMENTS = 1 << 20
 """Maximum elements of a tensor or array, or bytes of a buffer, of which all are compared and restored."""
@@ -124,6 +124,7 @@ class _Samples:
 
 def _sample(tensor: Tensor, most: int) -> Tensor:
     """Return some elements of a tensor as bytes, equally spaced."""
+    tensor = local_tensor(tensor)
     flat = tensor.detach().reshape(-1) if tensor.is_contiguous() else tensor.detach()[:1].reshape(-1)[:most]
     return bytes_of(flat[:: _stride_of(flat.numel(), most)])
 

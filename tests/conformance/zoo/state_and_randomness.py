@@ -44,6 +44,21 @@ class LearnedBuffer(ZooTask):
         return with_layer(Centred())
 
 
+class CentredByData(Centred):
+    """Learns through `.data`, as the averages of a codebook are often written."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.training:
+            self.mean.data.mul_(0.8).add_(x.data.mean(0), alpha=0.2)
+        return x - self.mean
+
+
+@feature("State", "a buffer learned in forward through `.data` (the codebook of a VQ-VAE)", declares=("buffer",))
+class BufferThroughData(ZooTask):
+    def build_model(self) -> nn.Module:
+        return with_layer(CentredByData())
+
+
 @feature("State", "BatchNorm", declares=("BatchNorm",), drop_last=True)
 class BatchNorm(ZooTask):
     def build_model(self) -> nn.Module:

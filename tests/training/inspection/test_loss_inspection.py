@@ -738,6 +738,18 @@ def test_whether_the_model_or_the_loss_mixes_samples_is_found(mixes):
     assert traits.model_not_additive is mixes
 
 
+class LearningByData(nn.Module):
+    """Learns through `.data`, which counts as no version of the tensor."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(4))
+
+    def forward(self, x):
+        self.mean.data.mul_(0.9).add_(x.data.mean(0), alpha=0.1)
+        return x - self.mean
+
+
 def test_draws_and_buffers_are_told_apart_by_the_model_and_the_loss():
     def of_loss(model, x, task):
         model[0].mean = model[0].mean + 1
@@ -745,6 +757,7 @@ def test_draws_and_buffers_are_told_apart_by_the_model_and_the_loss():
 
     inside, outside = traits_of(layer=Learning()), traits_of(of_loss, layer=Learning())
     assert set(inside.model_buffers) == {"0.mean", "0.calls"}
+    assert traits_of(layer=LearningByData()).model_buffers == ("0.mean",)
     assert outside.draws
     assert not outside.model_draws
     assert traits_of(layer=nn.Dropout(0.5)).model_draws

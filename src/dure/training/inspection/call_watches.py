@@ -81,12 +81,17 @@ class ChangesInForward:
         self.is_inside = True
         self._before = state_of(self._objects, sees_data=False)
         self._versions = self._buffers_now()
+        self._values = {name: buffer.clone() for name, buffer in self._model.named_buffers() if not buffer.is_meta}
         self._generators = GeneratorStates.now(self._device)
         self._own = ObjectState({"model": self._model})
 
     def _end(self) -> None:
         self.changed |= self._before.changed()
         self.buffers |= {name: None for name, each in self._buffers_now().items() if self._versions.get(name) != each}
+        # a change through `.data` or a NumPy view does not count as a version
+        kept = {name: value for name, value in self._values.items() if name not in self.buffers}
+        now = dict(self._model.named_buffers())
+        self.buffers |= {name: None for name, value in kept.items() if name in now and not is_equal(now[name], value)}
         self.has_drawn |= not self._generators.is_same_as(GeneratorStates.now(self._device))
         self.has_drawn |= bool(self._before.drawn()) or bool(self._own.drawn())
         self.is_inside = False

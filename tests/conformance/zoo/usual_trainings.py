@@ -152,6 +152,17 @@ class HiddenState(ZooTask):
         return functional.mse_loss(output, y)
 
 
+@feature("Weights", "a loss that takes the weights from the optimiser's groups (a penalty)")
+class PenaltyByGroups(ZooTask):
+    def build_optimizer(self, model: nn.Module) -> Optimizer:
+        self.optimizer = super().build_optimizer(model)
+        return self.optimizer
+
+    def loss(self, model: nn.Module, batch: Any) -> Any:
+        weights = [p for group in self.optimizer.param_groups for p in group["params"]]
+        return super().loss(model, batch) * (1 + 0.1 * sum(p.detach().square().sum() for p in weights))
+
+
 class Cells(nn.Module):
     """A recurrent cell and a head."""
 

@@ -150,7 +150,9 @@ class Strategy(ABC):
         self.state_guard: AbstractContextManager[None] = _AS_IT_IS
         """Context for calls of the task, in which it cannot use optimiser state of which this rank has only a part."""
         if self.rules.divides_state and self.group.world_size * len(self.devices) > 1:
-            self.state_guard = StateGuard(self.built_optimizer, self.info.name)
+            self.state_guard = StateGuard(
+                self.built_optimizer, self.info.name, hides_parameters=self.rules.divides_groups
+            )
         self.watch = self.watched_parameters()
         is_plain = type(self).computed is Strategy.computed and not self.precision.is_autocast
         self._is_bare = is_plain and self.watch.is_light and self.state_guard is _AS_IT_IS

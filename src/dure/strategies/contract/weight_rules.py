@@ -34,5 +34,7 @@ class WeightRules:
     """True if ranks step parameters that do not compute the loss, or not all of it."""
     divides_state: bool = False
     """True if a rank has only a part of the optimiser's state."""
+    divides_groups: bool = False
+    """True if the parameters in the optimiser's groups are not those that the loss uses: parts, or those of a rank."""
     sparse_gradients: Literal["any", "of layers", "none"] = "any"
     """Sparse gradients that it can add up: any, all of the layers with `sparse=True` and no others, or none."""

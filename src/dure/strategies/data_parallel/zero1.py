@@ -37,6 +37,7 @@ class ZeRO1(DDP):
         orders_parameters=True,
         holds_memory=True,
         divides_state=True,
+        divides_groups=True,
         sparse_gradients="of layers",
     )
 

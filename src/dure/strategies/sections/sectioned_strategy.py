@@ -39,6 +39,7 @@ class SectionedStrategy(Strategy):
         divides_gradients=True,
         steps_elsewhere=True,
         divides_state=True,
+        divides_groups=True,
     )
 
     section_ranks: Group

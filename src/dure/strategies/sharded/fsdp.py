@@ -103,6 +103,7 @@ class FSDP(ShardedStrategy):
         undoes_writes=True,
         divides_gradients=True,
         divides_state=True,
+        divides_groups=True,
     )
 
     @classmethod

@@ -47,7 +47,12 @@ class TensorParallel(ShardedStrategy):
     options: TensorParallelOptions
 
     rules = WeightRules(
-        changes_in_step_only=True, follows_groups=False, holds_memory=True, divides_gradients=True, divides_state=True
+        changes_in_step_only=True,
+        follows_groups=False,
+        holds_memory=True,
+        divides_gradients=True,
+        divides_state=True,
+        divides_groups=True,
     )
 
     @classmethod

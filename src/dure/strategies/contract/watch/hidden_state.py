@@ -1,6 +1,8 @@
-"""Optimiser state that code of the task must not read, because this rank has only a part of it."""
+"""Optimiser state and parameters that code of the task must not read, because this rank has only a part of them."""
 
+import sys
 import threading
+from collections.abc import Iterator
 from types import TracebackType
 from typing import Any, NoReturn
 
@@ -28,17 +30,50 @@ class HiddenState(dict[Any, Any]):
     __hash__ = None
 
 
+class HiddenParameters(list[Any]):
+    """List in place of the parameters of an optimiser's group; any use of it raises `TaskInvalid`.
+
+    The loss uses others than those: gathered or divided ones, or those of all ranks. So it would find no gradients, or
+    parts of the weights, and would go on with them. Clearing gradients does no harm.
+    """
+
+    def __init__(self, parameters: Any, strategy: str) -> None:
+        super().__init__()
+        self.parameters = parameters
+        self._strategy = strategy
+
+    def __iter__(self) -> Iterator[Any]:
+        if sys._getframe(1).f_code.co_name == Optimizer.zero_grad.__name__:
+            return iter(self.parameters)
+        return self._refuse()
+
+    def _refuse(self, *_args: Any, **_kwargs: Any) -> NoReturn:
+        raise TaskInvalid(
+            "the task's loss or metrics use parameters that they take from the groups of the optimiser, where "
+            f"{self._strategy} has parts of them, or those of one rank: take them from the model, as "
+            "model.parameters(), or use ddp"
+        )
+
+    # methods of `list` that read or change items
+    __getitem__ = __setitem__ = __delitem__ = __contains__ = __len__ = __bool__ = __eq__ = __reversed__ = _refuse
+    __add__ = __iadd__ = __mul__ = append = extend = insert = pop = remove = clear = copy = index = sort = _refuse
+    __hash__ = None
+
+
 class StateGuard:
     """Context for calls of the task, in one thread or several, in which the optimiser's state is hidden."""
 
-    def __init__(self, optimizer: Optimizer, strategy: str) -> None:
+    def __init__(self, optimizer: Optimizer, strategy: str, *, hides_parameters: bool = False) -> None:
         """Prepare to hide the state.
 
         Args:
             optimizer: Optimiser as the task built it; a wrapper that has the state of another one is left unchanged.
             strategy: Name of the strategy, for the message.
+            hides_parameters: Whether the parameters in its groups are hidden too.
         """
         self._optimizer = optimizer
+        self._strategy = strategy
+        self._hides_parameters = hides_parameters
         self._hidden = HiddenState(strategy)
         self._lock = threading.Lock()
         self._num_calls = 0
@@ -51,6 +86,9 @@ class StateGuard:
             if self._num_calls == 1 and "state" in vars(self._optimizer):
                 self._state = self._optimizer.state
                 self._optimizer.state = self._hidden  # type: ignore[assignment]
+            if self._num_calls == 1 and self._hides_parameters:
+                for group in self._optimizer.param_groups:
+                    group["params"] = HiddenParameters(group["params"], self._strategy)
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -60,3 +98,7 @@ class StateGuard:
             self._num_calls -= 1
             if self._num_calls == 0 and vars(self._optimizer).get("state") is self._hidden:
                 self._optimizer.state = self._state
+            if self._num_calls == 0 and self._hides_parameters:
+                for group in self._optimizer.param_groups:
+                    if isinstance(group["params"], HiddenParameters):
+                        group["params"] = group["params"].parameters

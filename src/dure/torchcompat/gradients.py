@@ -1,6 +1,6 @@
 """Backward, and hooks on gradients."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -103,13 +103,16 @@ def settle_engine() -> None:
 
 
 @contextmanager
-def modes_in_backward() -> Iterator[None]:
+def modes_in_backward(is_handled: Callable[[Iterable[Any]], bool] = lambda tensors: False) -> Iterator[None]:
     """Enter the context in which a function mode sees what a backward computes: checkpoints, hooks (private in torch).
 
     torch takes `backward` and `grad` for functions that a mode handles, and leaves the mode while it does so.
+
+    Args:
+        is_handled: Tells by their tensors the calls that the mode handles nonetheless.
     """
     own = torch.autograd.has_torch_function
-    torch.autograd.has_torch_function = lambda args: False
+    torch.autograd.has_torch_function = lambda args: is_handled(args)
     try:
         yield
     finally:

@@ -163,6 +163,52 @@ class ModuleHook(ZooTask):
         return HookedModule()
 
 
+class Adjoint(torch.autograd.Function):
+    """Steps of an equation, whose backward goes back from the end and runs the module again at every step."""
+
+    @staticmethod
+    def forward(ctx: Any, module: nn.Module, x: Tensor, *parameters: Tensor) -> Tensor:
+        with torch.no_grad():
+            for _ in range(3):
+                x = x + 0.1 * module(x)
+        ctx.module = module
+        ctx.save_for_backward(x, *parameters)
+        return x
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        x, *parameters = ctx.saved_tensors
+        found = [torch.zeros_like(parameter) for parameter in parameters]
+        for _ in range(3):
+            with torch.enable_grad():
+                x = x.detach().requires_grad_()
+                slope = ctx.module(x)
+            of_x, *each = torch.autograd.grad(slope, (x, *parameters), gradient, allow_unused=True)
+            found = [sums if new is None else sums + 0.1 * new for sums, new in zip(found, each, strict=True)]
+            x, gradient = x - 0.1 * slope, gradient + 0.1 * of_x
+        return None, gradient, *found
+
+
+class AdjointModel(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoder = nn.Linear(IN, HIDDEN).double()
+        self.slope = nn.Sequential(nn.Linear(HIDDEN, HIDDEN), nn.Tanh(), nn.Linear(HIDDEN, HIDDEN)).double()
+        self.head = nn.Linear(HIDDEN, OUT).double()
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden: Tensor = Adjoint.apply(self.slope, self.encoder(x), *self.slope.parameters())
+        return self.head(hidden)
+
+
+@feature(
+    "Gradients", "a function that runs a module again in backward, for the gradients of its parameters (neural ODEs)"
+)
+class AdjointMethod(ZooTask):
+    def build_model(self) -> nn.Module:
+        return AdjointModel()
+
+
 class Normed(torch.autograd.Function):
     """Gives each batch a gradient of the same length, as some layers for unstable losses do."""
 

@@ -136,6 +136,70 @@ def test_rows_that_an_embedding_does_not_have_are_an_error_as_on_one_device():
     on_ranks(2, work)
 
 
+# autograd functions that run layers again in backward, and ask for gradients of parameters that they got
+
+
+class RunAgain(torch.autograd.Function):
+    """A checkpoint of one's own, as in diffusion models; gradients that are not there are left out or an error."""
+
+    @staticmethod
+    def forward(ctx: Any, run: Any, is_lenient: bool, x: Tensor, *parameters: Tensor) -> Tensor:
+        ctx.run, ctx.is_lenient = run, is_lenient
+        ctx.save_for_backward(x, *parameters)
+        with torch.no_grad():
+            return run(x)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
+        x, *parameters = ctx.saved_tensors
+        with torch.enable_grad():
+            x = x.detach().requires_grad_()
+            output = ctx.run(x)
+        return None, None, *torch.autograd.grad(output, (x, *parameters), gradient, allow_unused=ctx.is_lenient)
+
+
+class WithRunAgain(Pair):
+    def __init__(self, is_lenient: bool) -> None:
+        super().__init__()
+        self.scale, self.unused = nn.Parameter(torch.ones(WIDTH)), nn.Linear(WIDTH, 8)
+        self.is_lenient = is_lenient
+
+    def run(self, x: Tensor) -> Tensor:
+        return self.fc2(torch.tanh(self.fc1(x))) * self.scale
+
+    def forward(self, x: Tensor) -> Tensor:
+        layers = [self.fc1, self.fc2, *[self.unused] * self.is_lenient]
+        parameters = [parameter for layer in layers for parameter in layer.parameters()]
+        return x + RunAgain.apply(self.run, self.is_lenient, torch.tanh(self.fc2(self.fc1(x))), self.scale, *parameters)
+
+
+class ByWeight(torch.autograd.Function):
+    """Computes with a weight by itself, and asks for its gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        return x @ weight.T
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        x, weight = ctx.saved_tensors
+        with torch.enable_grad():
+            x, weight = x.detach().requires_grad_(), weight.view_as(weight)
+            output = x @ weight.T
+        return torch.autograd.grad(output, (x, weight), gradient)
+
+
+class WithWeight(Pair):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.fc2(ByWeight.apply(x, self.fc1.weight) + self.fc1(x))
+
+
+def test_functions_that_run_layers_again_give_parameters_their_gradients():
+    makers = [lambda: WithRunAgain(True), lambda: WithRunAgain(False), WithWeight]
+    assert_all_exact([(make, lambda: mean_square) for make in makers])
+
+
 # changes in place
 
 

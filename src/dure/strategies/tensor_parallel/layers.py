@@ -188,7 +188,8 @@ def follow_placement(parameter: nn.Parameter, placement: Placement) -> None:
     """Constrain a parameter's gradient to its placement, whatever operations it comes from."""
     is_trained = parameter.requires_grad
     parameter.requires_grad_(True)  # a frozen one may be trained later
-    parameter.register_hook(lambda gradient: redistributed(gradient, placement))
+    # an autograd function may give a parameter no gradient, and hooks are called all the same
+    parameter.register_hook(lambda gradient: None if gradient is None else redistributed(gradient, placement))
     parameter.requires_grad_(is_trained)
 
 

@@ -5,7 +5,7 @@ with its usual shapes, and DTensor knows the part of each rank. DTensor has rule
 wrong without an error. So it gets those that are known to be right, and all others are computed with the whole values.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -93,6 +93,9 @@ class DividedValues(TorchFunctionMode):
         if func is Tensor.backward:
             with self:  # torch has left the mode, and checkpoints and hooks would compute by other rules
                 return _backward(*args, **kwargs)
+        if func is torch.autograd.grad:
+            with self:
+                return _gradients(*args, **kwargs)
         divided = _first_divided((args, kwargs))
         name = getattr(func, "__name__", "")
         is_change = changes_first(func, kwargs)
@@ -155,6 +158,59 @@ def _backward(
     torch.autograd.backward(value, gradient, retain_graph, create_graph, inputs=inputs)
 
 
+_ORIGIN = "divided_parameter"
+"""Attribute of a whole parameter that an autograd function got: the parameter."""
+
+
+def has_origins(tensors: Iterable[Any]) -> bool:
+    """Return whether there are whole parameters among tensors that an autograd function got."""
+    return any(hasattr(each, _ORIGIN) for each in tensors)
+
+
+def _whole_for_function(value: Tensor) -> Any:
+    whole = _undivided(value)
+    if whole is not value and value.is_leaf:
+        setattr(whole, _ORIGIN, value)
+    return whole
+
+
+def _gradients(
+    outputs: Any,
+    inputs: Sequence[Tensor],
+    *,
+    allow_unused: bool | None = None,
+    materialize_grads: bool = False,
+    **options: Any,
+) -> tuple[Tensor | None, ...]:
+    """Return the gradients of tensors; to those of whole parameters are added those of the divided ones.
+
+    The backward of a checkpoint of one's own, or of an adjoint method, runs layers again, which use the divided ones,
+    and asks for the gradients of the parameters that the function got.
+
+    Communication: an all_gather for each such gradient.
+    """
+    origins = [vars(each).pop(_ORIGIN, None) for each in inputs]  # the call below is none to handle
+    try:
+        divided = [origin for origin in origins if origin is not None]
+        found = torch.autograd.grad(outputs, [*inputs, *divided], allow_unused=True, **options)
+    finally:
+        for each, origin in zip(inputs, origins, strict=True):
+            if origin is not None:
+                setattr(each, _ORIGIN, origin)
+    of_divided = iter(found[len(inputs) :])
+    gradients = []
+    for own, origin in zip(found, origins, strict=False):
+        other = None if origin is None else next(of_divided)
+        if other is not None:
+            other = gathered(other)
+        gradients.append(own if other is None else other if own is None else own + other)
+    if materialize_grads:
+        return tuple(torch.zeros_like(i) if g is None else g for i, g in zip(inputs, gradients, strict=True))
+    if not allow_unused and any(gradient is None for gradient in gradients):
+        raise RuntimeError("a tensor of which the gradient is asked has not been used: set allow_unused=True")
+    return tuple(gradients)
+
+
 @contextmanager
 def whole_in_functions() -> Iterator[None]:
     """Enter the context in which autograd functions, other than torch's own, get whole values.
@@ -166,7 +222,7 @@ def whole_in_functions() -> Iterator[None]:
 
     def apply(cls: type, *args: Any, **kwargs: Any) -> Any:
         if not cls.__module__.startswith(_MODULES) and _first_divided((args, kwargs)) is not None:
-            args, kwargs = undivided((args, kwargs))
+            args, kwargs = map_tensors((args, kwargs), _whole_for_function)
         return own.__get__(None, cls)(*args, **kwargs)  # from torch 2.14 on it is written in C, and has no __func__
 
     torch.autograd.Function.apply = classmethod(apply)  # type: ignore[assignment]

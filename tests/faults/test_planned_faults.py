@@ -41,6 +41,12 @@ def test_fault_then_it_happens_once_and_the_run_goes_on_as_if_it_had_not(kind, t
     assert [record["step"] for record in records_of(disturbed)] == list(range(1, 9))
 
 
+def test_restart_then_what_is_known_of_the_loss_is_not_written_again(tmp_path):
+    run = train(tmp_path, "run", fault("kill"))
+    (restart,) = RunFiles(run).events("restart")
+    assert (run / "loss_traits.json").stat().st_mtime < restart["time"]  # the disk may have become full meanwhile
+
+
 @pytest.mark.slow
 def test_faults_when_several_then_each_has_its_turn(tmp_path):
     run = train(tmp_path, "run", fault("kill", 0, 2) + fault("kill", 1, 3) + fault("slow", 1, 5, "seconds = 0.2"))

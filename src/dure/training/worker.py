@@ -107,11 +107,12 @@ class Worker:
             faults = read_faults(spec.faults, max(self.run.read_spec().num_devices, self.group.world_size))
             self.faults = PlannedFaults(faults, self.place.rank.rank, self.run, self._cut)
         around_loss = None if self.faults is None else self.faults.around
-        draws = self._known_draws()
-        session = open_session(spec, self.place, self.group, devices, around_loss, self._known_traits(), draws)
+        draws, known_traits = self._known_draws(), self._known_traits()
+        session = open_session(spec, self.place, self.group, devices, around_loss, known_traits, draws)
         self.group = session.group
         if isinstance(job, TrainJob) and self.group.rank == 0:
-            self.run.write_json(LOSS_TRAITS, asdict(session.strategy.traits))
+            if session.strategy.traits != known_traits:  # written once: at a restart the disk may be full
+                self.run.write_json(LOSS_TRAITS, asdict(session.strategy.traits))
             if draws.is_new:
                 self.run.write_json(INITIAL_DRAWS, draws.to_json())
         if self.faults is not None:

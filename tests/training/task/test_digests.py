@@ -2,7 +2,9 @@
 
 import collections
 import enum
+import errno
 import functools
+import os
 import subprocess
 import sys
 import threading
@@ -163,3 +165,12 @@ def test_class_when_a_method_is_replaced_then_its_digest_is_another_and_in_a_fre
 
 def test_class_when_it_has_no_file_then_it_has_a_digest_nevertheless():
     assert code_digest(type("Typed", (), {"__module__": "__main__"})) != code_digest(Point)
+
+
+def test_class_when_its_file_cannot_be_opened_now_then_it_has_no_other_digest(monkeypatch):
+    def refuse(path):
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE), path)
+
+    monkeypatch.setattr(Path, "read_bytes", refuse)
+    with pytest.raises(OSError, match="Too many open files"):  # else ranks would seem to run different code
+        code_digest(Point)

@@ -40,7 +40,9 @@ def digest(value: Any) -> str | None:
 def code_digest(cls: type) -> str:
     """Return a digest of a task's class and of its source file, if there is one."""
     hash_ = hashlib.blake2b(class_digest(cls).encode(), digest_size=_BYTES)
-    with contextlib.suppress(OSError, TypeError):  # the class was defined in an interpreter or a notebook
+    # the class was defined in an interpreter, a notebook or an archive; any other error, such as a rank without free
+    # descriptors, must not become a digest that only this rank has
+    with contextlib.suppress(FileNotFoundError, IsADirectoryError, NotADirectoryError, PermissionError, TypeError):
         hash_.update(Path(inspect.getsourcefile(cls) or "").read_bytes())
     return hash_.hexdigest()
 

@@ -128,7 +128,8 @@ def test_run_when_its_supervisor_was_killed_then_the_doctor_says_how_far_it_came
     seen = run.records(0)[-1]["samples_seen"]
     assert document["status"] == "died"
     assert first.startswith(
-        f"it ended without a word: its supervisor was killed, or the machine went down (process {command.pid} on "
+        "it ended without a word: its supervisor was killed, the machine went down, or the disk was full "
+        f"(process {command.pid} on "
     )
     assert first.endswith(f"; {seen} samples had been seen")
     assert below.startswith("  the last step on record is step")

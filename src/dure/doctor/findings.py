@@ -137,7 +137,10 @@ def _death(run: RunDir, seen: RunOverview, events: list[Event]) -> Iterator[Find
     since = began.time
     where = "" if began.pid is None else f" (process {began.pid} on {began.host})"
     logs = [path for path in _by_rank(run, "rank*.log") if (st := path.stat()).st_size and st.st_mtime >= since]
-    lines = [f"it ended without a word: its supervisor was killed, or the machine went down{where}{_last_step(seen)}"]
+    lines = [
+        "it ended without a word: its supervisor was killed, the machine went down, or the disk was full"
+        f"{where}{_last_step(seen)}"
+    ]
     lines += _last_records(run)
     if run.is_script:
         lines.append(

@@ -8,6 +8,7 @@ import time
 from collections.abc import Sequence
 from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, replace
+from math import inf
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -283,12 +284,13 @@ def _check(settings: ScriptSettings) -> tuple[int, NodeSettings | None]:
     if settings.shown_ranks is not None and not re.fullmatch(r"\d+(,\d+)*", settings.shown_ranks):
         faults.append(f"local_ranks_filter is {settings.shown_ranks!r} but must be local ranks, as 0,1")
     threads = 1 if settings.threads is None else settings.threads
+    hang_after = 1.0 if settings.hang_after is None else settings.hang_after
     faults += [
         f"{name} is {value:g} but must be a number {words}"
         for name, value, is_right, words in (
             ("max_restarts", settings.max_restarts, settings.max_restarts >= 0, "of at least 0"),
-            ("hang_after", settings.hang_after or 0, settings.hang_after is None or settings.hang_after > 0, "above 0"),
-            ("grace_seconds", settings.grace_seconds, settings.grace_seconds > 0, "above 0"),
+            ("hang_after", hang_after, 0 < hang_after < inf, "above 0"),
+            ("grace_seconds", settings.grace_seconds, 0 < settings.grace_seconds < inf, "above 0"),
             ("threads", threads, 0 < threads <= MOST_THREADS, f"above 0 and of at most {MOST_THREADS}"),
         )
         if not is_right

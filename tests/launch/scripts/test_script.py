@@ -514,6 +514,7 @@ def test_script_when_its_run_folder_is_removed_then_it_goes_on_and_its_exit_code
         (["--on-hang", "restart", "script.py"], "on_hang is restart but max_restarts is 0"),
         (["--threads", "4097", "script.py"], "threads is 4097 but must be a number above 0 and of at most 4096"),
         (["--hang-after", "0", "script.py"], "hang_after is 0 but must be a number above 0"),
+        (["--grace-seconds", "inf", "script.py"], "grace_seconds is inf but must be a number above 0"),
         (["--nprocs", "2", "script.py"], "unknown flag '--nprocs': use --nproc"),
         (["--name", "../x", "script.py"], "'../x' cannot name a run"),
     ],

@@ -91,6 +91,34 @@ def run_backward(loss: Tensor, *others: tuple[Tensor, Tensor]) -> None:
     )
 
 
+Arguments = tuple[tuple[Any, ...], dict[str, Any]]
+"""Positional and keyword arguments of a call."""
+
+_NOT_CHANGED = ("torch.", "dure.")
+"""Beginnings of the names of modules whose autograd functions get their arguments as they are."""
+
+
+@contextmanager
+def arguments_of_functions(change: Callable[[type, Arguments], Arguments]) -> Iterator[None]:
+    """Enter the context in which the arguments of a task's autograd functions are changed, which no mode sees.
+
+    Args:
+        change: Receives the class of the function and the arguments of its `apply`; returns those to call it with.
+    """
+    own = vars(torch.autograd.Function)["apply"]
+
+    def apply(cls: type, *args: Any, **kwargs: Any) -> Any:
+        if not cls.__module__.startswith(_NOT_CHANGED):
+            args, kwargs = change(cls, (args, kwargs))
+        return own.__get__(None, cls)(*args, **kwargs)  # from torch 2.14 on it is written in C, and has no __func__
+
+    torch.autograd.Function.apply = classmethod(apply)  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        torch.autograd.Function.apply = own  # type: ignore[method-assign]
+
+
 def settle_engine() -> None:
     """Prepare autograd's engine for forward and backward from several threads at once. Before the threads.
 

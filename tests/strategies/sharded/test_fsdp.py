@@ -35,6 +35,7 @@ from tests.conformance.test_precision import Steep
 from tests.conformance.test_resume import SETTINGS, back_to, resumed
 from tests.conformance.zoo.feature import STEPS as ZOO_STEPS
 from tests.conformance.zoo.feature import ZooTask
+from tests.conformance.zoo.gradients_and_weights import AdjointMethod
 from tests.specs import grouped, spec_of
 from tests.strategies.data_parallel.test_zero1 import Grouped
 from tests.strategies.sharded.sharded_cases import SentBytes, backward, held_bytes, num_bytes, prepared
@@ -341,6 +342,12 @@ def test_parameters_that_some_ranks_or_none_use_give_the_weights_of_one_process(
     one = weights_of(trained(task, **STEPS))
     run = train_case(tmp_path, task, "fsdp", 3, microbatch_size=1, **STEPS)
     assert largest_difference(weights_of(run), one) < TO_ROUNDING
+
+
+def test_autograd_function_that_gets_parameters_of_a_unit_is_refused(tmp_path):
+    with pytest.raises(WorkerFailed, match=r"used outside that unit's forward, .* \(Adjoint.apply\)") as found:
+        train_case(tmp_path, AdjointMethod(), "fsdp", 2, units="slope", **ZOO_STEPS)
+    assert found.value.exit_code == 2
 
 
 class Encoded(Regression):

@@ -35,10 +35,10 @@ from dure.strategies.tensor_parallel.layers import (
 )
 from dure.strategies.tensor_parallel.plan import OPTION, STYLES, TensorPlan, shard_dim, whole_layers
 from dure.strategies.tensor_parallel.rules import has_no_rule
-from dure.strategies.tensor_parallel.values import DividedValues, has_origins, undivided, whole_in_functions
+from dure.strategies.tensor_parallel.values import DividedValues, has_origins, undivided, whole_arguments
 from dure.torchcompat.compilation import without_compilation
 from dure.torchcompat.devices import default_generator
-from dure.torchcompat.gradients import modes_in_backward
+from dure.torchcompat.gradients import arguments_of_functions, modes_in_backward
 
 _DRAW_BITS = 20
 """Bits in a fingerprint of the generators, so that its product with a few thousand ranks is exact in float32."""
@@ -83,7 +83,7 @@ class TensorDivision:
         """
         # masks and tables made by a model are equal on every rank: combined with divided values, they are whole
         self._resources.enter_context(implicit_replication())
-        self._resources.enter_context(whole_in_functions())
+        self._resources.enter_context(arguments_of_functions(whole_arguments))
         self._resources.enter_context(modes_in_backward(has_origins))
         # the fast path of nn.TransformerEncoder uses weights without calling the layers
         had_fast_path = torch.backends.mha.get_fastpath_enabled()

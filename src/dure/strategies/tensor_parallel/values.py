@@ -34,6 +34,7 @@ from dure.strategies.tensor_parallel.boundary import (
 from dure.strategies.tensor_parallel.fused import OF_GRADIENT, is_fused, may_be_asked, on_fused, whole_of_fused
 from dure.strategies.tensor_parallel.plan import OPTION
 from dure.strategies.tensor_parallel.rules import COMPUTED, MAY_VIEW, UNTOUCHED, changes_first, has_no_rule
+from dure.torchcompat.gradients import Arguments
 from dure.torchcompat.modes import is_below_autograd, is_operator, schemas_of
 from dure.torchcompat.tensors import local_tensor
 
@@ -211,29 +212,15 @@ def _gradients(
     return tuple(gradients)
 
 
-@contextmanager
-def whole_in_functions() -> Iterator[None]:
-    """Enter the context in which autograd functions, other than torch's own, get whole values.
+def whole_arguments(function: type, arguments: Arguments) -> Arguments:
+    """Return the arguments of an autograd function with whole values.
 
-    No mode sees their calls. With a divided value, the gradient that one computes of a plain parameter would be a
-    DTensor.
+    With a divided value, the gradient that one computes of a plain parameter would be a DTensor.
     """
-    own = vars(torch.autograd.Function)["apply"]
-
-    def apply(cls: type, *args: Any, **kwargs: Any) -> Any:
-        if not cls.__module__.startswith(_MODULES) and _first_divided((args, kwargs)) is not None:
-            args, kwargs = map_tensors((args, kwargs), _whole_for_function)
-        return own.__get__(None, cls)(*args, **kwargs)  # from torch 2.14 on it is written in C, and has no __func__
-
-    torch.autograd.Function.apply = classmethod(apply)  # type: ignore[assignment]
-    try:
-        yield
-    finally:
-        torch.autograd.Function.apply = own  # type: ignore[method-assign]
-
-
-_MODULES = ("torch.", "dure.")
-"""Beginnings of the names of modules whose autograd functions know divided values."""
+    if _first_divided(arguments) is None:
+        return arguments
+    found: Arguments = map_tensors(arguments, _whole_for_function)
+    return found
 
 
 def _mark_copies(found: Any, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

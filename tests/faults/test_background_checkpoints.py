@@ -160,6 +160,23 @@ def test_rank_when_killed_while_the_best_is_written_then_the_run_ends_as_if_it_n
 
 
 @pytest.mark.faults
+@pytest.mark.parametrize(("step", "best", "is_lost"), [(14, 97, False), (17, 194, True)])
+def test_rank_when_killed_while_the_best_is_written_then_it_is_saved_again_or_declared(
+    step, best, is_lost, prewarmed, tmp_path
+):
+    # of two losses the first is the better one; a step after it its weights are still in memory, and later they are not
+    slow = ("--task.write-seconds", 0.3, *PACED, "--snapshot-every", 1)
+    (tmp_path / "faults.toml").write_text(f'[[fault]]\nrank = 1\nstep = {step}\nkind = "kill"\n')
+    command = prewarmed.run(tmp_path, *TWO, *slow, "--epochs", 2, "--faults", tmp_path / "faults.toml")
+    assert command.code == 0, command.err
+    run = RunFiles(tmp_path / "runs/run")
+    assert len(run.events("restart")) == 1
+    assert (run.summary()["best"]["samples_seen"], f"samples-{best:012d}" in all_good(run)) == (best, True)
+    declared = [text for text in run.summary()["not_preserved"] if text.startswith("the best checkpoint")]
+    assert bool(declared) == is_lost
+
+
+@pytest.mark.faults
 def test_worker_at_its_own_pace_when_killed_while_a_checkpoint_is_written_then_the_others_save_without_it(
     prewarmed, tmp_path
 ):

@@ -201,6 +201,9 @@ class Trainer:
     def _steps(self) -> str:
         session, position = self.session, self.position
         self._optimizer_watch.note()
+        if self.checkpointer.must_save_best:
+            self.last_metrics = self._recorded_metrics()
+            self._save()
         for boundary in self.loop.boundaries(position.samples_seen, session.total_samples, position.step):
             before = position.samples_seen
             if self._before_step is not None:
@@ -236,6 +239,12 @@ class Trainer:
         self._save(is_last=True)
         self.replicas.close()
         return "completed"
+
+    def _recorded_metrics(self) -> dict[str, Metric] | None:
+        """Return the metrics of the evaluation at this position from the record; None if it is not there."""
+        found = [event for event in self.run.events() if isinstance(event, events.Evaluated)]
+        here = [event.metrics for event in found if event.samples_seen == self.position.samples_seen]
+        return here[-1] if here else None
 
     def _act(self, boundary: Boundary, before: int, requests: Requests) -> None:
         session, spec, seen = self.session, self.session.spec, boundary.batch.samples_seen

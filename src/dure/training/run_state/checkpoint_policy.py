@@ -29,6 +29,11 @@ from dure.training.seeds import seed_rank
 from dure.training.session.session import Session
 from dure.training.session.stop_request import StoppedAtOnce
 
+_LOST_BEST = (
+    "the best checkpoint: that of {:,} samples was still being written when a rank was lost, and the best of the other "
+    "evaluations is kept"
+)
+
 
 class Checkpointer:
     """Saving and restoring of a session together with its progression.
@@ -55,6 +60,8 @@ class Checkpointer:
         self.pending: AsyncSave | None = None
         self._watched: tuple[list[Tensor], int] | None = None
         """Tensors expected to change only in the optimiser's step, and their checksum before a forward and backward."""
+        self.must_save_best = False
+        """True if the current weights are those of the best evaluation, and no checkpoint has them."""
         self._has_reported_full = False
         self._finite = finite_parameters(session.strategy.model)
 
@@ -292,7 +299,7 @@ class Checkpointer:
         if self.is_first:
             self.store.remove_leftovers()
         memory.load(found)
-        self._drop_lost_best()
+        self._look_for_best()
         self._undo_records()
         memory.take_at_once()
 
@@ -301,14 +308,23 @@ class Checkpointer:
         found = self.store.positions() if self.is_first else []
         return found[0][0].name if found else None
 
-    def _drop_lost_best(self) -> None:
-        """Forget a best evaluation whose checkpoint was still being written when the ranks ended."""
-        best = self.progression.best
+    def _look_for_best(self) -> None:
+        """Save the best evaluation's checkpoint again, or forget it, if it was being written when the ranks ended.
+
+        Its weights are still there if the ranks go on from its position. Otherwise the best of the other evaluations
+        is kept, and the record says so.
+        """
+        now, best = self.progression, self.progression.best
         if best is None:
             return
         is_there = self.is_first and any(seen == best["samples_seen"] for _, seen in self.store.positions())
-        if not self.session.group.all_gather_json(is_there)[0]:
-            self.progression.best = self.progression.best_before
+        if self.session.group.all_gather_json(is_there)[0]:
+            return
+        if best["samples_seen"] == now.samples_seen:
+            self.must_save_best = True
+            return
+        now.best = now.best_before
+        self.event(events.NotPreserved(texts=(_LOST_BEST.format(best["samples_seen"]),)))
 
     def _has_records(self, num_ranks: int, samples_seen: int) -> bool:
         return all(self.run.last_samples(rank) >= samples_seen for rank in range(num_ranks))

@@ -88,6 +88,11 @@ def is_step_replaced(optimizer: Optimizer) -> bool:
     return "step" in vars(optimizer) and not getattr(optimizer.step, "_wrapped_by_lr_sched", False)
 
 
+def is_of_torch(optimizer: Optimizer) -> bool:
+    """Return whether an optimiser steps as torch's own classes do."""
+    return type(optimizer).__module__.startswith("torch.optim") and not is_step_replaced(optimizer)
+
+
 def step_without_hooks(optimizer: Optimizer) -> Callable[..., Any]:
     """Return an optimiser's step without its hooks (private in torch)."""
     step = optimizer.step

@@ -381,3 +381,36 @@ class OfInputs(SGD):
 class StatisticsForOptimizer(ZooTask):
     def build_optimizer(self, model: nn.Module) -> Optimizer:
         return OfInputs(model, lr=0.1)
+
+
+class ByCurvature(SGD):
+    """Divides each gradient by the curvature that the loss has stored in an attribute of its parameter."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    parameter.grad /= 1 + parameter.curvature.abs()
+        return super().step(closure)
+
+
+@feature(
+    "Optimisers",
+    "curvature that the loss stores in attributes of the parameters (AdaHessian)",
+    declares=("state that the loss keeps",),
+)
+class CurvatureForOptimizer(ZooTask):
+    def build_optimizer(self, model: nn.Module) -> Optimizer:
+        return ByCurvature(model.parameters(), lr=0.1)
+
+    def loss(self, model: nn.Module, batch: Any) -> Tensor:
+        loss = super().loss(model, batch)
+        if model.training:
+            parameters = [*model.parameters()]
+            gradients = torch.autograd.grad(loss, parameters, create_graph=True)
+            ones = [torch.ones_like(parameter) for parameter in parameters]
+            for parameter, curvature in zip(parameters, torch.autograd.grad(gradients, parameters, ones), strict=True):
+                parameter.curvature = curvature.detach()  # type: ignore[attr-defined]
+            loss = super().loss(model, batch)  # the graph of the first is gone
+        return loss

@@ -18,7 +18,7 @@ from dure.strategies.division.late_steps import STEPS_BEFORE, STEPS_EACH, landma
 from dure.strategies.division.stand_ins import StandIn
 from dure.strategies.division.step_hooks import fault_of_hooks
 from dure.strategies.division.step_trial import NEEDS_CLOSURE, STEPS_PER_FACTOR, StepTrial, TriedOptimizer
-from dure.torchcompat.optimizers import is_step_replaced
+from dure.torchcompat.optimizers import is_of_torch
 
 _NUM_STEPS = 12
 """Steps of a small trial: some optimisers react to all parameters together only after a few steps."""
@@ -95,7 +95,7 @@ def reason_of_classes(optimizer: Optimizer) -> str | None:
 
 def _reason_of_parts(trials: "_Trials") -> str | None:
     reason = trials.small().reason()
-    if reason is None and not _is_of_torch(trials.subject.optimizer):
+    if reason is None and not is_of_torch(trials.subject.optimizer):
         for create in (trials.long, trials.wide, trials.odd, trials.gaps, trials.late):
             if (trial := create()) is not None and (reason := trial.reason_of_parts()) is not None:
                 return reason
@@ -110,7 +110,7 @@ def _reason_of_halves(trials: "_Trials") -> str | None:
     if reason is None and any(each.is_floating_point() and each.dtype.itemsize < 4 for each in small.parameters):
         # in which a few roundings are as large as a step
         reason = trials.small_in_float32().reason_of_halves()
-    if reason is not None or _is_of_torch(trials.subject.optimizer):
+    if reason is not None or is_of_torch(trials.subject.optimizer):
         return reason
     long, wide, odd, late, gaps = trials.long(), trials.wide(), trials.odd(), trials.late(), trials.gaps()
     return (
@@ -143,15 +143,10 @@ def _reason_of_shapes(trials: "_Trials") -> str | None:
 
 
 def _reason_of_classes(trials: "_Trials") -> str | None:
-    if _is_of_torch(trials.subject.optimizer) or trials.small().reason() is not None:
+    if is_of_torch(trials.subject.optimizer) or trials.small().reason() is not None:
         return None
     wide = trials.wide()
     return wide.reason_of_classes() or wide.reason_of_attributes()
-
-
-def _is_of_torch(optimizer: Optimizer) -> bool:
-    """Return whether an optimiser steps as torch's own classes do, for which a small trial is conclusive."""
-    return type(optimizer).__module__.startswith("torch.optim") and not is_step_replaced(optimizer)
 
 
 def _try(optimizer: Optimizer, find_reason: "Callable[[_Trials], str | None]") -> str | None:

@@ -173,14 +173,14 @@ class KeptState:
         return {_TREE: tree, **{f"{PREFIX}{name}": value for name, value in found.items() if isinstance(value, Tensor)}}
 
     def checksums(self, owner: str) -> dict[str, int]:
-        """Return the checksums of an object's changed attributes, by their paths, except those that cannot be kept.
+        """Return the checksums of changed attributes, by their paths, except those that cannot be kept.
 
         Args:
-            owner: Path of the object.
+            owner: Path of the object that has the attributes, or is at the top of those that have them.
         """
         self.look(is_thorough=True)
         found = {}
-        for holder in sorted(holder for holder in self._changed if holder[0] == owner):
+        for holder in sorted(holder for holder in self._changed if is_inside(owner, holder[0])):
             keeper, tensors = Keeper(self._known), NamedTensors()
             with suppress(CannotKeep, RecursionError):
                 entry = self._entry(keeper, holder)

@@ -18,6 +18,7 @@ from dure.strategies.contract.declarations import few
 from dure.strategies.contract.replica_state import replica_of
 from dure.strategies.state.checksum import checksum
 from dure.strategies.state.optimizer import difference_of_settings, plain_settings
+from dure.torchcompat.optimizers import is_of_torch, step_hooks
 from dure.training.run_state.capture import Progression
 from dure.training.run_state.divergence import Divergence, common_parts, find_divergence
 from dure.training.session.session import Session
@@ -33,7 +34,8 @@ _REMEMBERED = 5
 """Number of recent comparisons whose cost determines the next interval."""
 _CAUSE = (
     "likelier than broken hardware is code that does something on some ranks only (under a condition on the rank, or "
-    "with draws, files or a clock of its own): run again, and if the same tensor differs at the same step it is the "
+    "with draws, files or a clock of its own), or an optimiser or a hook on its step that uses what each rank computes "
+    "from its own samples: run again, and if the same tensor differs at the same step it is the "
     "code, if another does it is the hardware of a device; --check-replicas-every 1 tells the step exactly"
 )
 """Most common cause of a divergence, and how to confirm it."""
@@ -188,9 +190,15 @@ class ReplicaCheck:
         Communication: one gathered JSON message.
 
         Raises:
-            TaskInvalid: Attributes of the optimiser differ.
+            TaskInvalid: Attributes of the optimiser differ; or those of the model, its buffers or its parameters, which
+                the task's own optimiser, or a hook on its step, can read.
         """
-        by_rank = self.session.group.all_gather_json(self.session.kept.checksums("optimizer"))
+        kept, strategy = self.session.kept, self.session.strategy
+        own = kept.checksums("optimizer")
+        if step_hooks(strategy.built_optimizer) or not is_of_torch(strategy.built_optimizer):
+            buffers = {f"model.{name}": checksum([buffer]) for name, buffer in strategy.model.named_buffers()}
+            own |= {**buffers, **kept.checksums("model")}
+        by_rank = self.session.group.all_gather_json(own)
         first = by_rank[0]
         if names := {name for one in by_rank for name in {**first, **one} if one.get(name) != first.get(name)}:
             raise TaskInvalid(

@@ -29,7 +29,7 @@ from dure.strategies.state.objects.object_state import ObjectState
 from dure.strategies.state.objects.surroundings import Surroundings
 from dure.strategies.state.optimizer import settings_of
 from dure.strategies.state.shared_storage import recomputed_weights
-from dure.strategies.state.trial import KeptBuffers, Writes, is_equal
+from dure.strategies.state.trial import KeptBuffers, Writes, is_same_value
 from dure.torchcompat.compilation import all_as_written
 from dure.torchcompat.modes import without_function_modes
 from dure.torchcompat.tensors import local_tensor
@@ -410,7 +410,9 @@ def rehearse_evaluation(session: Session, best: Best) -> list[str]:
     missed = strategy.missed_state(changed)
     by_rank = session.group.all_gather_json({path: _digest(value) for path, value in changed_to.items()})
     session.set_by_evaluation.update(*by_rank)
-    is_settled = {path for path in changed if _is_same(changed_first.get(path, changed_to[path]), changed_to[path])}
+    is_settled = {
+        path for path in changed if is_same_value(changed_first.get(path, changed_to[path]), changed_to[path])
+    }
     caches = {path for path in is_settled.intersection(strategy.traits.cached_state) if _is_common(path, by_rank)}
     changed = [*(path for path in changed if path not in caches), *buffers.changed()]
     buffers.put_back()
@@ -498,15 +500,6 @@ def _few_evaluated(session: Session, loader: Loader, num_samples: int, batch_siz
 def _digest(value: Any) -> int:
     is_plain = isinstance(value, Tensor) and value.layout == torch.strided and not value.is_nested
     return checksum([value]) if is_plain else zlib.crc32(repr(value).encode())
-
-
-def _is_same(one: Any, other: Any) -> bool:
-    """Return whether a value of plain state has not changed; unknown counts as changed."""
-    if isinstance(one, Tensor) and isinstance(other, Tensor):
-        return is_equal(one, other)
-    with suppress(Exception):
-        return bool(one == other)
-    return False
 
 
 def _is_common(path: str, by_rank: Sequence[Mapping[str, int]]) -> bool:

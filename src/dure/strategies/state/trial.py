@@ -2,7 +2,7 @@
 
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from types import TracebackType
 from typing import Any
 
@@ -222,6 +222,15 @@ def is_equal(one: Tensor, other: Tensor) -> bool:
     if one.layout != torch.strided:
         return is_equal(one.to_dense(), other.to_dense())
     return bool(((one == other) | ((one != one) & (other != other))).all())
+
+
+def is_same_value(one: Any, other: Any) -> bool:
+    """Return whether two values of buffers or plain state are the same; what cannot be compared is not."""
+    if isinstance(one, Tensor) and isinstance(other, Tensor):
+        return is_equal(one, other)
+    with suppress(Exception):
+        return bool(one == other)
+    return False
 
 
 class KeptBuffers:

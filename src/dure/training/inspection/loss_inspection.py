@@ -21,7 +21,7 @@ from dure.strategies.state.batchnorm import learns_statistics, statistics_of
 from dure.strategies.state.hooks import gradient_hooks
 from dure.strategies.state.objects.object_state import ObjectState
 from dure.strategies.state.shared_storage import recomputed_weights
-from dure.strategies.state.trial import Trial, is_equal, sharing_state
+from dure.strategies.state.trial import Trial, is_equal, is_same_value, sharing_state
 from dure.torchcompat.modes import entered_autocasts
 from dure.training.inspection.additivity import WIDE_SAMPLES, Additivity, tolerance_of
 from dure.training.inspection.call_watches import ChangesOutsideForward, FedState
@@ -559,5 +559,4 @@ def _is_same_in(groups: Sequence[Mapping[str, Any]], name: str) -> bool:
     one, *others = groups
     if all(other is one for other in others) or any(name not in other for other in others):
         return False  # a single call does not show it
-    is_tensor = isinstance(one[name], Tensor)
-    return all(is_equal(one[name], other[name]) if is_tensor else bool(one[name] == other[name]) for other in others)
+    return all(is_same_value(one[name], other[name]) for other in others)

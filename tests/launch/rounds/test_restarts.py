@@ -65,11 +65,12 @@ def test_peer_lost_without_a_cause_then_a_restart_may_help():
     assert restart is not None
 
 
-def test_failure_when_the_same_at_the_same_step_then_it_is_not_tried_again():
+@pytest.mark.parametrize(("step", "where"), [(5, "at step 5"), (-1, "before the first step")])
+def test_failure_when_the_same_at_the_same_step_then_it_is_not_tried_again(step, where):
     restarts = Restarts(RestartPolicy(most=9))
-    assert restarts.after([killed()], lambda rank: 5) is not None
-    assert restarts.after([killed()], lambda rank: 5) is None
-    assert restarts.refusal == "the same failure came again at step 5 after a restart, so it was not tried once more"
+    assert restarts.after([killed()], lambda rank: step) is not None
+    assert restarts.after([killed()], lambda rank: step) is None
+    assert restarts.refusal == f"the same failure came again {where} after a restart, so it was not tried once more"
 
 
 def test_memory_when_the_kernel_ends_another_rank_at_the_same_step_then_it_is_not_tried_again():

@@ -100,7 +100,8 @@ class Restarts:
         this = rank, step, _CHANCE.sub("#", cause)
         is_same, self._last = self._last == this, this
         if is_same:
-            self.refusal = f"the same failure came again at step {step} after a restart, so it was not tried once more"
+            where = f"at step {step}" if step > 0 else "before the first step"
+            self.refusal = f"the same failure came again {where} after a restart, so it was not tried once more"
         return is_same
 
     def _granted(self, rank: int, step: int, cause: str, go_back_to: int | None = None) -> Restart | None:

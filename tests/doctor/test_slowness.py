@@ -142,6 +142,11 @@ def test_evaluation_when_it_takes_most_of_the_time_then_a_longer_interval_is_pro
     assert finding.remedy == "--eval-every-epochs 8, or fewer samples in eval_data"
 
 
+def test_evaluation_when_its_seconds_are_none_that_one_takes_then_the_interval_has_an_end(tmp_path):
+    (finding,) = found(tmp_path, evenly(forward_backward=0.1), events=[evaluated(1e300)] * 2)
+    assert finding.remedy.startswith("--eval-every-epochs 1e+03")
+
+
 def test_checkpoints_when_training_stands_still_for_them_then_the_cure_follows_the_settings(tmp_path):
     events = [saved(1.0), saved(1.0)]
     (finding,) = found(tmp_path, evenly(forward_backward=0.1), events=events, checkpoint={"background": False})
@@ -184,3 +189,14 @@ def test_step_when_the_machine_was_suspended_in_it_then_it_is_left_out(tmp_path)
     run = RunDir.create(tmp_path, "run")
     write_records(run, 0, lambda step: {"wall": 900.0 if step == 30 else 0.1})
     assert 30 not in step_times(run, world_size=1, first_step=0).steps
+
+
+@pytest.mark.parametrize(
+    "odd", [{"wall": 0.0}, {"wall": 1e300}, {"wall": -1.0}, {"wall": 0.1, "data": -1e300}, {"wall": 0.1, "sync": 1e308}]
+)
+def test_steps_when_their_times_are_none_that_a_step_has_then_they_are_left_out(odd, tmp_path):
+    run = RunDir.create(tmp_path, "run")
+    for rank, spans in enumerate((lambda step: odd, evenly())):
+        write_records(run, rank, spans)
+    assert step_times(run, world_size=2, first_step=0).steps.size == 0
+    assert slow_findings(run, RunSpec(task="-:-"), [training(2), evaluated(1e300), evaluated(1e308)]) == []

@@ -23,6 +23,7 @@ _MOST_EVALUATION = 0.3
 _MOST_STALLS = 0.1
 """Fractions of the time up to which waiting for data, communication, a late rank, evaluation and checkpoints are usual.
 """
+_MOST_FACTOR = 1000
 _GRAVE = 0.3
 """Expected gain from which a finding is a warning."""
 _NUM_BLOCKS = 20
@@ -292,7 +293,8 @@ def _evaluation(speed: _Speed) -> Iterator[Finding]:
     if fraction <= _MOST_EVALUATION or num < 2:
         return
     # as seldom as makes it a tenth of the rest
-    factor = max(2, math.ceil(10 * seconds / (speed.total_seconds - seconds)))
+    rest = speed.step_seconds + speed.stall_seconds
+    factor = max(2, math.ceil(min(10 * seconds / rest, _MOST_FACTOR)))
     yield _finding(
         speed,
         "evaluation_dominates",

@@ -12,6 +12,7 @@ PARTS = ("data", "forward_backward", "sync", "optimizer")
 _NUM_FIRST = 5
 """Steps at the start that are left out: caches, allocators and buckets are set up in them."""
 _PAUSE_SECONDS = 30.0
+_MOST_SECONDS = 1e6
 _PAUSE_FACTOR = 20.0
 """A step with more seconds, and more than this multiple of the median, is a pause (a suspended laptop): left out."""
 
@@ -66,6 +67,9 @@ def step_times(run: RunDir, world_size: int, first_step: int) -> StepTimes:
     seconds["other"] = np.maximum(seconds["wall"] - sum(seconds[part] for part in PARTS), 0.0)
     wall = seconds["wall"].max(axis=0) if steps.size else np.empty(0)
     is_usual = wall <= max(_PAUSE_SECONDS, _PAUSE_FACTOR * (np.median(wall) if wall.size else 0.0))
+    if steps.size:  # what no step has, somebody else has written
+        parts = np.stack([seconds[part] for part in (*PARTS, "wall")])
+        is_usual &= (wall > 0) & (parts >= 0).all(axis=(0, 1)) & (parts < _MOST_SECONDS).all(axis=(0, 1))
     is_usual[:_NUM_FIRST] = False
     return StepTimes(
         ranks=tuple(recorded),

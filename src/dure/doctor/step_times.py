@@ -69,7 +69,9 @@ def step_times(run: RunDir, world_size: int, first_step: int) -> StepTimes:
     is_usual = wall <= max(_PAUSE_SECONDS, _PAUSE_FACTOR * (np.median(wall) if wall.size else 0.0))
     if steps.size:  # what no step has, somebody else has written
         parts = np.stack([seconds[part] for part in (*PARTS, "wall")])
-        is_usual &= (wall > 0) & (parts >= 0).all(axis=(0, 1)) & (parts < _MOST_SECONDS).all(axis=(0, 1))
+        is_usual &= (
+            (parts[-1] > 0).all(axis=0) & (parts >= 0).all(axis=(0, 1)) & (parts < _MOST_SECONDS).all(axis=(0, 1))
+        )
     is_usual[:_NUM_FIRST] = False
     return StepTimes(
         ranks=tuple(recorded),

@@ -185,6 +185,18 @@ def test_steps_when_a_rank_has_no_records_or_damaged_ones_then_the_others_are_re
     assert (times.ranks, times.missing, times.num_left_out, times.steps[-1]) == ((0,), (1,), 3, 60)
 
 
+def test_findings_when_a_rank_has_no_records_or_lines_are_damaged_then_that_is_said(tmp_path):
+    run = RunDir.create(tmp_path, "run")
+    write_records(run, 0, evenly(forward_backward=0.1))
+    with run.records_path(0).open("a") as file:
+        file.write("{}\n[]\n")
+    gaps = slow_findings(run, RunSpec(task="-:-"), [training(2)])
+    assert [finding.what for finding in gaps] == [
+        "step records of rank 1 are missing: the others are judged",
+        "2 lines of the step records are damaged, and were left out",
+    ]
+
+
 def test_step_when_the_machine_was_suspended_in_it_then_it_is_left_out(tmp_path):
     run = RunDir.create(tmp_path, "run")
     write_records(run, 0, lambda step: {"wall": 900.0 if step == 30 else 0.1})

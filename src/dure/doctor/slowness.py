@@ -108,8 +108,26 @@ def slow_findings(run: RunDir, spec: RunSpec, events: Sequence[Event]) -> list[F
     too_small = [*_too_small(speed)]
     # what many ranks send for little work is then no finding of its own
     looks = (_straggler, _data, _cores, _evaluation, _checkpoints, *(() if too_small else (_communication,)))
-    found = [*too_small, *(finding for look in looks for finding in look(speed))]
+    found = [*too_small, *_gaps(times), *(finding for look in looks for finding in look(speed))]
     return sorted(found, key=lambda finding: -(finding.gain_fraction or 0.0))
+
+
+def _gaps(times: StepTimes) -> Iterator[Finding]:
+    """Yield what could not be read, so that the other findings do not rest on it."""
+    if times.missing:
+        named = ", ".join(map(str, times.missing[:8])) + (", …" if len(times.missing) > 8 else "")
+        yield Finding(
+            id="records_missing",
+            severity="note",
+            what=f"step records of rank{'s' * (len(times.missing) > 1)} {named} are missing: the others are judged",
+        )
+    if times.num_left_out > len(times.ranks):  # a crash tears one line of each
+        yield Finding(
+            id="records_damaged",
+            severity="note",
+            what=f"{times.num_left_out:,} lines of the step records are damaged, and were left out",
+            files=tuple(f"rank{rank}.jsonl" for rank in times.ranks[:8]),
+        )
 
 
 def _finding(

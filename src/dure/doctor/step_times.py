@@ -67,7 +67,7 @@ def step_times(run: RunDir, world_size: int, first_step: int) -> StepTimes:
     seconds["other"] = np.maximum(seconds["wall"] - sum(seconds[part] for part in PARTS), 0.0)
     wall = seconds["wall"].max(axis=0) if steps.size else np.empty(0)
     is_usual = wall <= max(_PAUSE_SECONDS, _PAUSE_FACTOR * (np.median(wall) if wall.size else 0.0))
-    if steps.size:  # what no step has, somebody else has written
+    if steps.size:  # a foreign record may have times that no step has
         parts = np.stack([seconds[part] for part in (*PARTS, "wall")])
         is_usual &= (
             (parts[-1] > 0).all(axis=0) & (parts >= 0).all(axis=(0, 1)) & (parts < _MOST_SECONDS).all(axis=(0, 1))

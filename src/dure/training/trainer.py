@@ -202,7 +202,7 @@ class Trainer:
         session, position = self.session, self.position
         self._optimizer_watch.note()
         if self.checkpointer.must_save_best:
-            self.last_metrics = self._recorded_metrics()
+            self.last_metrics = self._recorded_metrics() if self.is_first else None
             self._save()
         for boundary in self.loop.boundaries(position.samples_seen, session.total_samples, position.step):
             before = position.samples_seen

@@ -35,7 +35,7 @@ SICK: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "evaluation_dominates": ({"computing": 0.01, "evaluating": 0.01}, {"eval_every_epochs": 0.2}),
     "checkpoint_stalls": (
         {"ballast": 10**7, "computing": 0.01},
-        {"checkpoint": {"background": False, "every_samples": 160}},
+        {"checkpoint": {"background": False, "every_samples": 64}, "samples": 1_000},
     ),
 }
 

@@ -14,7 +14,7 @@ import dure
 from dure.errors import DureError
 from tests.conformance.cases import train_case
 from tests.conformance.zoo.cell import reference_of, run_cell
-from tests.conformance.zoo.feature import FEATURES, OUT, STEPS, Feature, Samples, ZooTask, chain, data
+from tests.conformance.zoo.feature import FEATURES, IN, OUT, STEPS, Feature, Samples, ZooTask, chain, data
 from tests.conformance.zoo.later import KeptMask
 
 
@@ -115,6 +115,24 @@ def test_model_when_its_own_state_dict_leaves_weights_out_then_that_is_declared(
     run = train_case(tmp_path, LeavesTeacherOut(), **STEPS)
     (declared,) = json.loads((run / "summary.json").read_text())["not_preserved"]
     assert declared.startswith("weights: the model's own state_dict leaves out teacher.0.weight, teacher.0.bias")
+
+
+class RoundsWhatItKeeps(ZooTask):
+    def build_model(self) -> nn.Module:
+        class Rounded(nn.Sequential):
+            def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+                whole = super().state_dict(*args, **kwargs)
+                return type(whole)((name, value.float()) for name, value in whole.items())
+
+        return Rounded(nn.Linear(IN, OUT)).double()
+
+
+def test_model_when_its_own_state_dict_rounds_weights_then_that_is_declared(tmp_path: Path) -> None:
+    run = train_case(tmp_path, RoundsWhatItKeeps(), **STEPS)
+    (declared,) = json.loads((run / "summary.json").read_text())["not_preserved"]
+    assert declared.startswith(
+        "weights: the model's own state_dict has other values of 0.weight, 0.bias than the model"
+    )
 
 
 class AsksScheduler(ZooTask):

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from dure.comm.groups import Group, Solo, open_group
 from dure.data.partition import shares
@@ -28,7 +28,8 @@ from dure.strategies.contract.precision import Precision, allow_tf32
 from dure.strategies.contract.strategy import LossFunction, Strategy
 from dure.strategies.state.hooks import without_new_hooks
 from dure.strategies.state.objects.used_globals import state_outside
-from dure.strategies.state.shared_storage import sharing_memory
+from dure.strategies.state.shared_storage import has_own_memory, sharing_memory
+from dure.strategies.state.trial import is_equal
 from dure.strategies.table import STRATEGIES, load_strategy
 from dure.terminal import print_status
 from dure.torchcompat.devices import bind_to_numa_node
@@ -195,14 +196,14 @@ def open_session(
         strategy.traits = _traits(strategy, task, model, data.train_loader, data.order, traits, one_process_build)
     if faults := strategy.check_traits(model):
         raise SpecInvalid([f"strategy is {spec.strategy}: {fault}" for fault in faults])
-    left_out, aliases = _not_in_state_dict(model), sharing_memory(model, strategy.objects)
+    not_kept, aliases = _not_kept_by_state_dict(model), sharing_memory(model, strategy.objects)
     if later := strategy.traits.phases:
         strategy.phases = functools.partial(phases_of(strategy, task, model, data.order).entered, later)
     strategy.prepare(model, checked_optimizer(task), around_loss(task.loss) if around_loss else task.loss)
     if not strategy.draws:
         strategy.random_stream = 0  # all ranks make the same draws for the optimiser, as one process does
     notes = [depends_on_ranks(one_process_build.difference)] if one_process_build.difference else []
-    notes += left_out
+    notes += not_kept
     if data_state.keeps_random_values(lambda each, *place: SampleFetch(each, task.collate, spec.seed).sample(*place)):
         notes.append(_KEPT_DRAWS)
     data_state.record()  # trials before have put tensors back
@@ -227,21 +228,37 @@ def open_session(
     )
 
 
-def _not_in_state_dict(model: nn.Module) -> list[str]:
-    """Return a declaration of the tensors that the model's own `state_dict` leaves out, if there are any."""
-    buffers = [
-        f"{path}.{name}" if path else name
+def _not_kept_by_state_dict(model: nn.Module) -> list[str]:
+    """Return declarations of the tensors that the model's own `state_dict` leaves out or changes, if there are any."""
+    buffers = {
+        f"{path}.{name}" if path else name: buffer
         for path, module in model.named_modules()
         for name, buffer in module.named_buffers(recurse=False)
         if name not in module._non_persistent_buffers_set
-    ]
-    kept = model.state_dict().keys()
-    if left_out := [name for name in (*dict(model.named_parameters()), *buffers) if name not in kept]:
-        return [
+    }
+    kept, texts = model.state_dict(), []
+    own: dict[str, Tensor] = {**dict(model.named_parameters()), **buffers}
+    if left_out := [name for name in own if name not in kept]:
+        texts.append(
             f"weights: the model's own state_dict leaves out {few(left_out)}, which no checkpoint holds; a resume "
             "begins with those of build_model"
-        ]
-    return []
+        )
+    if changed := [name for name, tensor in own.items() if name in kept and _is_changed(tensor, kept[name])]:
+        texts.append(
+            f"weights: the model's own state_dict has other values of {few(changed)} than the model, such as rounded "
+            "ones; a resume or a restart begins with these"
+        )
+    return texts
+
+
+def _is_changed(tensor: Tensor, kept: object) -> bool:
+    """Return whether a state_dict has something else in the place of a tensor than the tensor without its graph."""
+    if not isinstance(kept, Tensor):
+        return True
+    if kept is tensor or not (has_own_memory(kept) and has_own_memory(tensor)):
+        return False
+    is_view = kept.data_ptr() == tensor.data_ptr() and kept.dtype == tensor.dtype and kept.shape == tensor.shape
+    return not is_view and not is_equal(kept.to(tensor.device), tensor.detach())
 
 
 _KEPT_DRAWS = (

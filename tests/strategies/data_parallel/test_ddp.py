@@ -79,6 +79,15 @@ def test_sparse_gradients_that_share_memory_or_a_weight_are_exact(strategy: str,
     assert largest_difference(weights_of(one), weights_of(many)) < TO_ROUNDING
 
 
+@pytest.mark.parametrize(("strategy", "nproc"), [("single", 1), ("ddp", 2)])
+def test_sparse_gradients_are_refused_where_the_norm_of_all_is_needed(
+    strategy: str, nproc: int, tmp_path: Path
+) -> None:
+    with pytest.raises(WorkerFailed, match=r"torch computes none of sparse ones \(tables\.row") as caught:
+        train_case(tmp_path, Recommender(), strategy, nproc, **{**STEPS, "clip_norm": 1.0})
+    assert caught.value.exit_code == 2
+
+
 def test_sparse_gradients_are_refused_where_dense_ones_are_added(tmp_path: Path) -> None:
     with pytest.raises(WorkerFailed, match=r"tables\.row gives sparse gradients .* with a layer that gives dense ones"):
         train_case(tmp_path, Recommender(shared="weight of a dense table"), "ddp", 2, **STEPS)

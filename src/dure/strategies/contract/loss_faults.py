@@ -25,6 +25,7 @@ def faults_of_loss(
     *,
     num_ranks: int,
     num_shares: int,
+    clips: bool,
 ) -> list[str]:
     """Return the reasons why a loss cannot be divided over ranks, one sentence each.
 
@@ -36,6 +37,7 @@ def faults_of_loss(
         strategy: Name of the strategy, for messages.
         num_ranks: Ranks of the run.
         num_shares: Shares into which batches are divided.
+        clips: Whether gradients are clipped by their norm.
     """
     faults = []
     if traits.collective is not None and num_ranks > 1:
@@ -49,6 +51,11 @@ def faults_of_loss(
         faults.append(
             f"{few(sparse)} is a sparse buffer, which ranks cannot send each other: make it dense, or keep indices "
             "and values in buffers and make it of these in forward"
+        )
+    if clips and traits.sparse_gradients:
+        faults.append(
+            "clip_norm needs the norm of all gradients, and torch computes none of sparse ones "
+            f"({few(traits.sparse_gradients)}): leave out sparse=True, or clip_norm"
         )
     if num_ranks > 1:
         faults += _faults_of_sparse_gradients(traits, model, rules, strategy)

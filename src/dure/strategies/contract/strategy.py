@@ -369,6 +369,7 @@ class Strategy(ABC):
             self.info.name,
             num_ranks=self.group.world_size,
             num_shares=self.share.count,
+            clips=self.spec.clip_norm is not None,
         )
 
     def close(self) -> None:

@@ -48,6 +48,10 @@ class LateInspection:
         self._place = 0
         """Place, in the order of training, of the first sample for the next comparison."""
 
+    def declare(self, texts: Sequence[str]) -> None:
+        """Take declarations as known, so that they are not new when other ranks have them too."""
+        self._declared.update(texts)
+
     def new_declarations(self, step: int, *, found: Sequence[str] = (), is_last: bool) -> list[str]:
         """Inspect the loss, and return new declarations of what the run does not preserve.
 

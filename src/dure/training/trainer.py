@@ -227,7 +227,7 @@ class Trainer:
             if self.memory.is_due():
                 # after all actions at this position, so that they are repeated if a rank dies during them
                 self.memory.take(self._settle)
-                self._report_not_kept()
+                self._declare_not_kept()
             self._optimizer_watch.note()
         self._settle()
         if position.samples_seen > position.evaluated_samples:
@@ -336,8 +336,7 @@ class Trainer:
         self._together(lambda: self.checkpointer.save(self.last_metrics, is_last=is_last))
         self.current_phase("training")
         self._note_between_evaluations()
-        self._report_not_kept()
-        found = self._kept_by_late_evaluations()
+        found = [*self._kept_by_late_evaluations(), *self._newly_not_kept()]
         step = self.position.step
         if texts := self._together(lambda: self.late.new_declarations(step, found=found, is_last=is_last)):
             self._event(events.NotPreserved(texts=tuple(texts)))
@@ -351,8 +350,14 @@ class Trainer:
         traits = self.session.strategy.traits
         return self.is_first and not (traits.data_changes or traits.copied_state) and self.loader_copies.differ()
 
-    def _report_not_kept(self) -> None:
-        """Declare, once each, state that no checkpoint can hold, and state that the loss began to change late."""
+    def _declare_not_kept(self) -> None:
+        """Declare what the first rank has found; what others have is gathered with the next checkpoint."""
+        if self.is_first and (texts := self._newly_not_kept()):
+            self.late.declare(texts)
+            self._event(events.NotPreserved(texts=tuple(texts)))
+
+    def _newly_not_kept(self) -> list[str]:
+        """Return declarations, once each, of state that no checkpoint holds, or that the loss began to change late."""
         lost = dict(self.session.kept.lost)
         if self.session.data_state is not None:
             lost |= {path: f"{path} changed on the way" for path in self.session.data_state.changed()}
@@ -364,8 +369,7 @@ class Trainer:
         if late:
             texts.append(f"state that began to change later ({few_of(late)}): if by the loss, by each part of a batch")
         self._reported_not_kept |= {*new, *late}
-        if texts:
-            self._event(events.NotPreserved(texts=tuple(texts)))
+        return texts
 
     def _changed_late(self) -> list[str]:
         """Return the plain state whose change no trial before training showed, if batches are computed in parts."""

@@ -89,6 +89,13 @@ def test_data_when_there_are_loader_processes_then_more_are_proposed_if_there_ar
     assert remedy in finding.remedy
 
 
+@pytest.mark.parametrize("data", [0.1, 0.2])
+def test_data_when_a_step_is_nothing_but_the_wait_then_the_figures_have_an_end(data, tmp_path):
+    (finding,) = found(tmp_path, evenly(data=data))
+    assert (finding.remedy, finding.gain_fraction) == ("--num-workers 64", 1.0)
+    assert finding.evidence[1].endswith("each rank would use 320,000")
+
+
 def test_rank_when_it_is_late_from_some_step_on_then_rank_step_and_part_are_named(tmp_path):
     def slow(step: int) -> dict[str, float]:
         return {"wall": 0.1, "forward_backward": 0.09 if step > 20 else 0.04, "sync": 0.01 if step > 20 else 0.05}

@@ -24,6 +24,7 @@ _MOST_STALLS = 0.1
 """Fractions of the time up to which waiting for data, communication, a late rank, evaluation and checkpoints are usual.
 """
 _MOST_FACTOR = 1000
+_MOST_WORKERS = 64
 _GRAVE = 0.3
 """Expected gain from which a finding is a warning."""
 _NUM_BLOCKS = 20
@@ -155,8 +156,8 @@ def _data(speed: _Speed) -> Iterator[Finding]:
     samples = spec.global_batch_size / num_ranks
     # a loader in the rank itself works only while the rank waits
     rate = samples / (wait if spec.num_workers == 0 else wall) / max(spec.num_workers, 1)
-    wanted = samples / (wall - wait) if wall > wait else math.inf
-    num_workers = min(math.ceil(round(wanted / rate, 3)), 64)
+    wanted = samples / max(wall - wait, wall / _MOST_FACTOR)
+    num_workers = min(math.ceil(round(wanted / rate, 3)), _MOST_WORKERS)
     cores = speed.training.cores
     remedy = f"--num-workers {num_workers}"
     if cores is not None and num_workers * num_ranks > cores:
@@ -170,7 +171,7 @@ def _data(speed: _Speed) -> Iterator[Finding]:
     yield _finding(
         speed,
         "waits_for_data",
-        wait / wall * speed.step_fraction,
+        min(wait / wall, 1.0) * speed.step_fraction,
         f"steps wait for data for {wait / wall:.0%} of their time",
         [
             f"{_ms(wait)} of the {_ms(wall)} of a step",

@@ -48,7 +48,7 @@ def found(tmp_path: Path, *ranks: Spans, events=(), cores: int | None = 64, **se
     run = RunDir.create(tmp_path, "run")
     for rank, spans in enumerate(ranks):
         write_records(run, rank, spans)
-    spec = RunSpec(task="-:-", global_batch_size=32, nproc=len(ranks), **settings)
+    spec = RunSpec(task="-:-", **{"global_batch_size": 32, "nproc": len(ranks), **settings})
     return slow_findings(run, spec, [training(len(ranks), cores=cores), *events])
 
 
@@ -136,6 +136,15 @@ def test_work_when_one_device_would_do_it_as_fast_then_the_times_are_told(tmp_pa
     (finding,) = found(tmp_path, *[evenly(forward_backward=0.02, sync=0.07, optimizer=0.01)] * 3)
     assert finding.id == "too_small_to_distribute"
     assert finding.what == "one device would be as fast as 3: 70.0 ms for a step that takes 100.0 ms now"
+
+
+@pytest.mark.parametrize(
+    ("spans", "remedy"),
+    [(evenly(forward_backward=0.02, sync=0.07), "--nnodes 1 --nproc 1;"), (evenly(data=0.06), "--num-workers 2")],
+)
+def test_ranks_when_they_are_on_several_hosts_then_the_remedy_is_for_one_of_them(spans, remedy, tmp_path):
+    (finding, *_) = found(tmp_path, *[spans] * 3, cores=2, nnodes="3", nproc=1)
+    assert finding.remedy.startswith(remedy)
 
 
 def test_rank_when_it_computes_nothing_then_one_device_is_not_compared(tmp_path):

@@ -160,7 +160,7 @@ def _data(speed: _Speed) -> Iterator[Finding]:
     num_workers = min(math.ceil(round(wanted / rate, 3)), _MOST_WORKERS)
     cores = speed.training.cores
     remedy = f"--num-workers {num_workers}"
-    if cores is not None and num_workers * num_ranks > cores:
+    if cores is not None and num_workers * min(spec.nproc, num_ranks) > cores:  # the cores are those of one host
         remedy = (
             f"make a sample cheaper (decode and resize once, beforehand), then raise --num-workers: as it is, that "
             f"takes {num_workers} loader processes per rank, and the host has {cores} cores"
@@ -275,7 +275,8 @@ def _too_small(speed: _Speed) -> Iterator[Finding]:
             f"waiting for each other and for the network: {_ms(float(times.seconds['sync'].mean()))} of each step",
         ],
         "a step computes too little for what the ranks spend on each other",
-        "--nproc 1; or a larger --global-batch-size, if the task learns as well with it",
+        f"{'--nnodes 1 ' if speed.spec.num_nodes > 1 else ''}--nproc 1; or a larger --global-batch-size, if the task "
+        "learns as well with it",
     )
 
 

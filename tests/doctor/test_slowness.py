@@ -108,6 +108,18 @@ def test_rank_when_it_is_late_from_some_step_on_then_rank_step_and_part_are_name
     assert finding.evidence[1] == "50.0 ms of the difference is forward and backward"
 
 
+@pytest.mark.parametrize("usual", [range(15, 18), range(45, 48)])
+def test_rank_when_it_is_late_from_the_start_but_for_some_steps_then_no_later_step_is_named(usual, tmp_path):
+    def slow(step: int) -> dict[str, float]:
+        return {"wall": 0.1, "forward_backward": 0.09, "sync": 0.01} | (
+            {"forward_backward": 0.05, "sync": 0.05} if step in usual else {}
+        )
+
+    (finding,) = found(tmp_path, evenly(forward_backward=0.04, sync=0.05), slow)
+    assert finding.what.startswith("the other ranks wait for rank 1")
+    assert "since step" not in finding.what
+
+
 @pytest.mark.parametrize(
     ("part", "remedy"), [("data", "loader is slower"), ("optimizer", "cores are slower"), ("other", "writing files")]
 )
@@ -211,6 +223,14 @@ def test_findings_when_a_rank_has_no_records_or_lines_are_damaged_then_that_is_s
         "step records of rank 1 are missing: the others are judged",
         "2 lines of the step records are damaged, and were left out",
     ]
+
+
+def test_ranks_when_the_records_of_one_are_missing_then_it_is_not_told_for_what_the_others_wait(tmp_path):
+    run = RunDir.create(tmp_path, "run")
+    for rank, computing in enumerate((0.04, 0.06)):
+        write_records(run, rank, evenly(forward_backward=computing, sync=0.1 - computing))
+    gaps = slow_findings(run, RunSpec(task="-:-", nproc=3), [training(3)])
+    assert [finding.id for finding in gaps] == ["records_missing"]
 
 
 def test_step_when_the_machine_was_suspended_in_it_then_it_is_left_out(tmp_path):

@@ -186,7 +186,7 @@ def _data(speed: _Speed) -> Iterator[Finding]:
 
 def _communication(speed: _Speed) -> Iterator[Finding]:
     """Yield a finding if communication takes long even on the rank that comes last, which waits for no other."""
-    if len(speed.times.ranks) == 1:
+    if len(speed.times.ranks) == 1 or speed.times.missing:  # the rank that came last may be missing
         return
     exposed, wall = float(speed.times.seconds["sync"].min(axis=0).mean()), speed.wall
     if exposed / wall <= _MOST_COMMUNICATION:
@@ -209,7 +209,7 @@ def _communication(speed: _Speed) -> Iterator[Finding]:
 def _straggler(speed: _Speed) -> Iterator[Finding]:
     """Yield a finding if the others wait for one rank in most steps of the later half."""
     times = speed.times
-    if len(times.ranks) == 1:
+    if len(times.ranks) == 1 or times.missing:  # it may be a missing one for which the others wait
         return
     blocks = np.array_split(np.arange(times.steps.size), min(_NUM_BLOCKS, times.steps.size))
     busy = np.stack([times.busy[:, block].mean(axis=1) for block in blocks])
@@ -220,8 +220,9 @@ def _straggler(speed: _Speed) -> Iterator[Finding]:
     lateness = (busy[:, slowest] - others.max(axis=1)) / wall
     if np.median(lateness[late:]) <= _MOST_LATENESS:
         return
-    before = np.flatnonzero(lateness <= _MOST_LATENESS / 2)
-    first = int(before[-1]) + 1 if before.size and before[-1] < late else 0 if not before.size else late
+    # it is late from where on most blocks are: a few in between may be as fast as the others
+    is_late = lateness - np.median(lateness[late:]) / 2
+    first = int(is_late[::-1].cumsum()[::-1][: late + 1].argmax())
     steps = np.concatenate(blocks[first:])
     excess = {
         part: float(

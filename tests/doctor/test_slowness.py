@@ -233,6 +233,39 @@ def test_ranks_when_the_records_of_one_are_missing_then_it_is_not_told_for_what_
     assert [finding.id for finding in gaps] == ["records_missing"]
 
 
+def in_rounds(rank: int) -> Spans:
+    """Return the steps of a rank that waits for the others in every tenth step only, of 10 or of 60 ms of work."""
+
+    def spans(step: int) -> dict[str, float]:
+        sync = (0.0, 0.45)[rank == 0] if step % 10 == 0 else 0.0
+        return {"wall": (0.01, 0.06)[rank] + sync, "forward_backward": (0.01, 0.06)[rank], "sync": sync}
+
+    return spans
+
+
+def test_ranks_when_they_wait_for_each_other_only_now_and_then_then_a_step_takes_what_the_slowest_takes(tmp_path):
+    (finding,) = found(tmp_path, in_rounds(0), in_rounds(1))
+    assert (finding.id, finding.what[:51]) == ("straggler", "the other ranks wait for rank 1, 50.0 ms in each st")
+    assert finding.evidence[0].startswith("rank 1 is busy for 60.0 ms of a step's 60.0 ms")
+
+
+def test_ranks_when_they_load_in_turns_and_wait_for_nobody_then_the_longest_wait_is_that_of_one(tmp_path):
+    def turn(own: int) -> Spans:
+        return lambda step: {"wall": 0.1, "data": 0.04} if step % 2 == own else {"wall": 0.05}
+
+    (finding,) = found(tmp_path, turn(0), turn(1))
+    assert finding.what == "steps wait for data for 27% of their time"
+
+
+def test_rank_when_it_is_late_but_no_other_waits_then_that_is_not_said(tmp_path):
+    (finding,) = found(tmp_path, *[evenly(wall=wall, forward_backward=wall) for wall in (0.02, 0.05, 0.02)])
+    assert finding.what == "rank 1 is behind the others, by 30.0 ms more in each step"
+
+
+def test_findings_when_no_rank_has_recorded_a_step_then_there_are_none(tmp_path):
+    assert slow_findings(RunDir.create(tmp_path, "run"), RunSpec(task="-:-", nproc=2), [training(2)]) == []
+
+
 def test_step_when_the_machine_was_suspended_in_it_then_it_is_left_out(tmp_path):
     run = RunDir.create(tmp_path, "run")
     write_records(run, 0, lambda step: {"wall": 900.0 if step == 30 else 0.1})

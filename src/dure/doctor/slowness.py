@@ -149,7 +149,8 @@ def _finding(
 def _data(speed: _Speed) -> Iterator[Finding]:
     """Yield a finding if steps wait for their samples, on one rank at least."""
     waits = speed.times.seconds["data"]
-    wait, wall = float(waits.max(axis=0).mean()), speed.wall
+    # ranks in step wait for whichever of them waits for its data
+    wait, wall = float(waits.max(axis=0).mean() if speed.times.are_in_step else waits.mean(axis=1).max()), speed.wall
     if wait / wall <= _MOST_DATA:
         return
     spec, num_ranks = speed.spec, len(speed.times.ranks)
@@ -240,11 +241,15 @@ def _straggler(speed: _Speed) -> Iterator[Finding]:
     step_seconds = float(times.wall[steps].mean())
     cause, remedy = _CAUSES[part]
     since = f", since step {times.steps[blocks[first][0]]}" if first else ""
+    do_wait = float(np.delete(times.seconds["sync"], slowest, 0)[:, steps].mean(axis=1).min()) > (own - most) / 2
+    what = f"the other ranks wait for rank {rank}, {_ms(own - most)} in each step"
+    if not do_wait:
+        what = f"rank {rank} is behind the others, by {_ms(own - most)} more in each step"
     yield _finding(
         speed,
         "straggler",
         (own - most) / step_seconds * speed.step_fraction * len(steps) / times.steps.size,
-        f"the other ranks wait for rank {rank}, {_ms(own - most)} in each step{since}",
+        f"{what}{since}",
         [
             f"rank {rank} is busy for {_ms(own)} of a step's {_ms(step_seconds)}, the others for {_ms(most)} at most",
             f"{_ms(excess[part])} of the difference is {_LABELS[part]}",

@@ -11,6 +11,7 @@ PARTS = ("data", "forward_backward", "sync", "optimizer")
 """Measured parts of a step; what they leave of its wall time is `other`."""
 _NUM_FIRST = 5
 """Steps at the start that are left out: caches, allocators and buckets are set up in them."""
+_MOST_OUT_OF_STEP = 1.1
 _PAUSE_SECONDS = 30.0
 _MOST_SECONDS = 1e6
 _PAUSE_FACTOR = 20.0
@@ -35,9 +36,15 @@ class StepTimes:
 
     @property
     def wall(self) -> np.ndarray:
-        """Seconds of each step, `(S,)`: those of the slowest rank."""
-        longest: np.ndarray = self.seconds["wall"].max(axis=0)
+        """Seconds of each step, `(S,)`, on the rank that took longest for all: ranks need not be in step."""
+        walls = self.seconds["wall"]
+        longest: np.ndarray = walls[walls.sum(axis=1).argmax()] if self.ranks else np.empty(0)
         return longest
+
+    @property
+    def are_in_step(self) -> bool:
+        """True if each step takes the ranks equally long, because they wait for each other in it."""
+        return bool(self.seconds["wall"].max(axis=0).mean() <= _MOST_OUT_OF_STEP * self.wall.mean())
 
     @property
     def busy(self) -> np.ndarray:

@@ -14,7 +14,8 @@ from dure.failures.record import failure_file, failure_to_json
 from dure.failures.report import describe_failure
 from dure.launch.hangs.diagnosis import explain
 from dure.records.events import Attempt, Restarted, StepSkipped
-from dure.records.run_dir import SCRIPT, SUMMARY, RunDir
+from dure.records.run_dir import SCRIPT, SPEC, SUMMARY, RunDir
+from dure.spec import RunSpec
 from tests.launch.hangs.test_hang import call, rank
 
 
@@ -149,3 +150,22 @@ def test_run_when_an_event_is_damaged_then_it_is_named_and_an_event_of_a_newer_d
     ((severity, what),) = found(ended(run, "completed"))
     assert severity == "warning"
     assert what.startswith("1 event(s) cannot be read, the first, restart, holds other fields than it should (number")
+
+
+def test_task_when_its_spec_is_of_another_version_then_that_is_the_finding(tmp_path):
+    run = RunDir.create(tmp_path, "run")
+    run.write_json(SPEC, {"spec": {"of": "another version"}})
+    run.append_event(Attempt())
+    (finding,) = diagnose(run).findings
+    assert (finding.id, finding.severity) == ("unreadable", "error")
+
+
+def test_task_when_its_speed_cannot_be_judged_then_its_failure_is_found_nevertheless(tmp_path, monkeypatch):
+    def slow_findings(*_):
+        raise ValueError("an odd record")
+
+    monkeypatch.setattr("dure.doctor.findings.slow_findings", slow_findings)
+    run = RunDir.create(tmp_path, "run")
+    run.write_json(SPEC, {"spec": RunSpec(task="-:-").model_dump(mode="json")})
+    ended(run, "failed", "rank 1 failed")
+    assert [finding.id for finding in diagnose(run).findings] == ["failed", "speed_unknown"]

@@ -10,7 +10,7 @@ from typing import Any
 
 from dure.doctor.finding import SEVERITIES, Finding
 from dure.doctor.slowness import slow_findings
-from dure.errors import DureError
+from dure.errors import DureError, RunInvalid
 from dure.failures.record import read_failure
 from dure.failures.verdict import WorkerEnd, judge
 from dure.launch.hangs.diagnosis import verdict_from_json
@@ -68,10 +68,19 @@ def diagnose(run: RunDir) -> Diagnosis:
         found = [*end, *_hangs(run, seen), *_restarts(run, events), *_events(events), *_silence(run, seen)]
         found += _damaged_events(events)
         found += _damaged_records(run) if seen.status != "running" else ()
-        if not run.is_script:
-            found += slow_findings(run, run.read_spec(), events)
+        if not run.is_script and seen.status != "unreadable":
+            found += _speed(run, events)
     found.sort(key=lambda finding: (-SEVERITIES.index(finding.severity), -(finding.gain_fraction or 0.0)))
     return Diagnosis(run=str(run.path), status=seen.status, findings=tuple(found))
+
+
+def _speed(run: RunDir, events: list[Event]) -> list[Finding]:
+    """Return what makes it slow, or that this cannot be judged: the reasons of a failure are worth more."""
+    try:
+        with os_errors_as_sentences(run.path, "read"), run.understood():
+            return slow_findings(run, run.read_spec(), events)
+    except RunInvalid as error:
+        return [Finding(id="speed_unknown", severity="note", what=f"its speed cannot be judged: {error}")]
 
 
 def _end(run: RunDir, seen: RunOverview) -> Iterator[Finding]:

@@ -1,5 +1,6 @@
 """Findings of `dure doctor` about the speed of a run, from records whose times are known."""
 
+import math
 from collections.abc import Callable
 from pathlib import Path
 
@@ -264,6 +265,19 @@ def test_rank_when_it_is_late_but_no_other_waits_then_that_is_not_said(tmp_path)
 
 def test_findings_when_no_rank_has_recorded_a_step_then_there_are_none(tmp_path):
     assert slow_findings(RunDir.create(tmp_path, "run"), RunSpec(task="-:-", nproc=2), [training(2)]) == []
+
+
+@pytest.mark.parametrize("number", [math.nan, math.inf, -5.0, -math.inf, 0])
+def test_events_when_their_numbers_are_none_that_they_have_then_they_are_left_out(number, tmp_path):
+    events = [evaluated(number), saved(number), SlowThreads(threads=4, slowdown=number)] * 2
+    assert found(tmp_path, evenly(forward_backward=0.1), events=events, cores=0) == []
+
+
+def test_ranks_when_a_record_tells_of_any_number_of_them_then_those_with_records_are_read(tmp_path):
+    run = RunDir.create(tmp_path, "run")
+    write_records(run, 0, evenly(forward_backward=0.1))
+    (finding,) = slow_findings(run, RunSpec(task="-:-"), [training(2**62)])
+    assert finding.what == "step records of ranks 1, 2, 3, 4, 5, 6, 7, 8, … are missing: the others are judged"
 
 
 def test_step_when_the_machine_was_suspended_in_it_then_it_is_left_out(tmp_path):

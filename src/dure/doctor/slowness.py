@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from dure.doctor.finding import Finding
-from dure.doctor.step_times import PARTS, StepTimes, step_times
+from dure.doctor.step_times import MOST_MISSING, PARTS, StepTimes, step_times
 from dure.records.events import CheckpointSaved, Evaluated, Event, SlowThreads, Training
 from dure.records.run_dir import RunDir
 from dure.spec import RunSpec
@@ -99,12 +99,15 @@ def slow_findings(run: RunDir, spec: RunSpec, events: Sequence[Event]) -> list[F
         spec=spec,
         times=times,
         training=training,
-        evaluations=[event for event in since if isinstance(event, Evaluated)],
-        checkpoints=[event for event in since if isinstance(event, CheckpointSaved)],
-        slow_threads=[event for event in since if isinstance(event, SlowThreads)],
+        # a foreign record may have times that nothing takes
+        evaluations=[event for event in since if isinstance(event, Evaluated) and 0 <= event.seconds < math.inf],
+        checkpoints=[
+            event for event in since if isinstance(event, CheckpointSaved) and 0 <= event.stall_seconds < math.inf
+        ],
+        slow_threads=[event for event in since if isinstance(event, SlowThreads) and 1 < event.slowdown < math.inf],
         step_seconds=float(times.wall.sum()),
     )
-    if times.steps.size < _FEWEST_STEPS or speed.total_seconds < _LEAST_SECONDS:
+    if times.steps.size < _FEWEST_STEPS or not _LEAST_SECONDS <= speed.total_seconds < math.inf:
         return []
     too_small = [*_too_small(speed)]
     # what many ranks send for little work is then no finding of its own
@@ -116,7 +119,9 @@ def slow_findings(run: RunDir, spec: RunSpec, events: Sequence[Event]) -> list[F
 def _gaps(times: StepTimes) -> Iterator[Finding]:
     """Yield what could not be read, so that the other findings do not rest on it."""
     if times.missing:
-        named = ", ".join(map(str, times.missing[:8])) + (", …" if len(times.missing) > 8 else "")
+        named = ", ".join(map(str, times.missing[: MOST_MISSING - 1])) + (
+            ", …" if len(times.missing) == MOST_MISSING else ""
+        )
         yield Finding(
             id="records_missing",
             severity="note",
@@ -301,7 +306,7 @@ def _cores(speed: _Speed) -> Iterator[Finding]:
             "an operation waits for the last of its threads, and one without a core comes late",
             "--threads 1, or end the other work",
         )
-    elif speed.training.device == "cpu" and cores is not None and nproc > cores:
+    elif speed.training.device == "cpu" and cores and nproc > cores:
         yield _finding(
             speed,
             "cpu_oversubscribed",

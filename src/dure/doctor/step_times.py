@@ -1,6 +1,8 @@
 """Times of a run's steps on all ranks, for a diagnosis of what makes them slow."""
 
+import re
 from dataclasses import dataclass
+from itertools import islice
 
 import numpy as np
 
@@ -9,6 +11,8 @@ from dure.records.step_columns import StepColumns, read_columns
 
 PARTS = ("data", "forward_backward", "sync", "optimizer")
 """Measured parts of a step; what they leave of its wall time is `other`."""
+MOST_MISSING = 9
+_RECORDS = re.compile(r"rank(0|[1-9][0-9]{0,9})\.jsonl", re.ASCII)
 _NUM_FIRST = 5
 """Steps at the start that are left out: caches, allocators and buckets are set up in them."""
 _MOST_OUT_OF_STEP = 1.1
@@ -32,7 +36,7 @@ class StepTimes:
     num_left_out: int
     """Number of lines of the records that are no step records."""
     missing: tuple[int, ...]
-    """Ranks without step records."""
+    """Ranks without step records, `MOST_MISSING` of them at most."""
 
     @property
     def wall(self) -> np.ndarray:
@@ -61,7 +65,10 @@ def step_times(run: RunDir, world_size: int, first_step: int) -> StepTimes:
         world_size: Number of ranks.
         first_step: Number of the step at which the attempt began; earlier ones may have been computed on other ranks.
     """
-    columns = {rank: read_columns(run.records_path(rank)) for rank in range(world_size)}
+    # of the files, because a damaged record may tell of any number of ranks
+    written = (_RECORDS.fullmatch(path.name) for path in run.path.iterdir())
+    ranks = sorted(rank for name in written if name is not None and (rank := int(name[1])) < world_size)
+    columns = {rank: read_columns(run.records_path(rank)) for rank in ranks}
     recorded = {rank: found for rank, found in columns.items() if found.steps.size}
     steps = _common_steps([*recorded.values()], first_step)
     rows = {rank: np.searchsorted(found.steps, steps) for rank, found in recorded.items()}
@@ -86,7 +93,7 @@ def step_times(run: RunDir, world_size: int, first_step: int) -> StepTimes:
         seconds={part: values[:, is_usual] for part, values in seconds.items()},
         sent_bytes=table("sent_bytes")[:, is_usual],
         num_left_out=sum(found.num_left_out for found in columns.values()),
-        missing=tuple(rank for rank in columns if rank not in recorded),
+        missing=tuple(islice((rank for rank in range(world_size) if rank not in recorded), MOST_MISSING)),
     )
 
 

@@ -1,5 +1,7 @@
 """Step records as columns."""
 
+import json
+
 import numpy as np
 import pytest
 
@@ -36,7 +38,8 @@ def test_columns_when_there_is_no_file_then_are_empty(tmp_path):
     "damage",
     ["{", '{"step": 3}', "[1]", "null", '{"step": 3, "step": 4}', "[" * 100_000, line(3).replace("0.1", "1e999"),
      line(3).replace("7}", '"x"}'), line(3).replace("7}", "[7]}"),
-     line(3).replace('"step": 3', '"step": 1' + 400 * "0"), "\x00\xff"],
+     line(3).replace('"step": 3', '"step": 1' + 400 * "0"), "\x00\xff", line(3).replace('"step": 3', '"step": 1e300'),
+     line(3).replace('"step": 3', '"step": 1.5'), line(-3), json.dumps({name: [1, 2, 3] for name in COLUMNS})],
 )  # fmt: skip
 def test_columns_when_a_line_is_no_record_then_it_is_counted_and_left_out(damage, tmp_path):
     path = tmp_path / "rank0.jsonl"

@@ -15,6 +15,7 @@ COLUMNS = (
     *("wall_seconds", "sent_bytes"),
 )
 """Fields of a step record that become columns; all are numbers."""
+_MOST_STEPS = 2**53
 _BLOCK_BYTES = 2**22
 """Bytes of lines that are parsed together."""
 
@@ -91,11 +92,17 @@ def _table(records: Sequence[Any]) -> np.ndarray:
     """Return records as rows.
 
     Raises:
-        ValueError: A value is not finite, or no number.
+        ValueError: A value is not finite, or no number, or that of the step is none of a step.
         TypeError: A record is no object, or a value is neither a number nor a text.
         KeyError: A record lacks a field.
     """
     table = np.array([[record[name] for name in COLUMNS] for record in records], dtype=object).astype(np.float64)
+    if table.ndim > 2:
+        raise ValueError("a value is a list")
+    table = table.reshape(-1, len(COLUMNS))
     if not np.isfinite(table).all():
         raise ValueError("a value is not finite")
-    return table.reshape(-1, len(COLUMNS))
+    steps = table[:, 0]
+    if not ((steps >= 0) & (steps < _MOST_STEPS) & (steps % 1 == 0)).all():
+        raise ValueError("a step has no number that can be counted to")
+    return table

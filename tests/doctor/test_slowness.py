@@ -97,6 +97,15 @@ def test_data_when_a_step_is_nothing_but_the_wait_then_the_figures_have_an_end(d
     assert finding.evidence[1].endswith("each rank would use 320,000")
 
 
+def test_data_when_some_ranks_only_serve_the_others_then_the_samples_are_those_of_the_rest(tmp_path):
+    run = RunDir.create(tmp_path, "run")
+    for rank, spans in enumerate([evenly(data=0.06, forward_backward=0.04)] * 2 + [evenly(sync=0.1)] * 2):
+        write_records(run, rank, spans)
+    spec = RunSpec(task="-:-", global_batch_size=32, nproc=2)
+    (finding,) = slow_findings(run, spec, [training(4, num_devices=2)])
+    assert finding.evidence[1] == "it brings 267 samples/s; without waiting, each rank would use 400"
+
+
 def test_rank_when_it_is_late_from_some_step_on_then_rank_step_and_part_are_named(tmp_path):
     def slow(step: int) -> dict[str, float]:
         return {"wall": 0.1, "forward_backward": 0.09 if step > 20 else 0.04, "sync": 0.01 if step > 20 else 0.05}
@@ -169,6 +178,7 @@ def test_evaluation_when_it_takes_most_of_the_time_then_a_longer_interval_is_pro
     (finding,) = found(tmp_path, evenly(forward_backward=0.1), events=[evaluated(2.0), evaluated(2.0)])
     assert (finding.id, finding.what) == ("evaluation_dominates", "evaluation takes 42% of the time")
     assert finding.remedy == "--eval-every-epochs 8, or fewer samples in eval_data"
+    assert finding.gain_fraction == pytest.approx(0.42 / 2, abs=0.005)  # the evaluation at the end remains
 
 
 def test_evaluation_when_its_seconds_are_none_that_one_takes_then_the_interval_has_an_end(tmp_path):
@@ -278,6 +288,14 @@ def test_ranks_when_a_record_tells_of_any_number_of_them_then_those_with_records
     write_records(run, 0, evenly(forward_backward=0.1))
     (finding,) = slow_findings(run, RunSpec(task="-:-"), [training(2**62)])
     assert finding.what == "step records of ranks 1, 2, 3, 4, 5, 6, 7, 8, … are missing: the others are judged"
+
+
+def test_ranks_when_the_records_of_one_end_early_then_evaluation_is_compared_with_all_steps(tmp_path):
+    run = RunDir.create(tmp_path, "run")
+    write_records(run, 0, evenly(forward_backward=0.09), range(1, 1001))
+    write_records(run, 1, evenly(forward_backward=0.09), range(1, 61))
+    spec = RunSpec(task="-:-", nproc=2)
+    assert slow_findings(run, spec, [training(2), evaluated(5.0), evaluated(5.0)]) == []
 
 
 def test_step_when_the_machine_was_suspended_in_it_then_it_is_left_out(tmp_path):

@@ -105,7 +105,8 @@ def slow_findings(run: RunDir, spec: RunSpec, events: Sequence[Event]) -> list[F
             event for event in since if isinstance(event, CheckpointSaved) and 0 <= event.stall_seconds < math.inf
         ],
         slow_threads=[event for event in since if isinstance(event, SlowThreads) and 1 < event.slowdown < math.inf],
-        step_seconds=float(times.wall.sum()),
+        # events are those of all steps
+        step_seconds=float(times.wall.sum()) / times.recorded_fraction if times.recorded_fraction else 0.0,
     )
     if times.steps.size < _FEWEST_STEPS or not _LEAST_SECONDS <= speed.total_seconds < math.inf:
         return []
@@ -159,7 +160,8 @@ def _data(speed: _Speed) -> Iterator[Finding]:
     if wait / wall <= _MOST_DATA:
         return
     spec, num_ranks = speed.spec, len(speed.times.ranks)
-    samples = spec.global_batch_size / num_ranks
+    # without ranks that only serve the others
+    samples = spec.global_batch_size / max(min(num_ranks, speed.training.num_devices), 1)
     # a loader in the rank itself works only while the rank waits
     rate = samples / (wait if spec.num_workers == 0 else wall) / max(spec.num_workers, 1)
     wanted = samples / max(wall - wait, wall / _MOST_FACTOR)
@@ -329,7 +331,7 @@ def _evaluation(speed: _Speed) -> Iterator[Finding]:
     yield _finding(
         speed,
         "evaluation_dominates",
-        fraction * (1 - 1 / factor),
+        fraction * (1 - 1 / min(factor, num)),  # one is left: that at the end
         f"evaluation takes {fraction:.0%} of the time",
         [
             f"{num} evaluations of {format_seconds(seconds / num)} each, {format_seconds(seconds)} in all",

@@ -35,6 +35,8 @@ class StepTimes:
     """Bytes that each rank sent in each step, `(R, S)`."""
     num_left_out: int
     """Number of lines of the records that are no step records."""
+    recorded_fraction: float
+    """Fraction of the steps of the longest records that all ranks have; others end early if a rank was lost."""
     missing: tuple[int, ...]
     """Ranks without step records, `MOST_MISSING` of them at most."""
 
@@ -87,12 +89,14 @@ def step_times(run: RunDir, world_size: int, first_step: int) -> StepTimes:
             (parts[-1] > 0).all(axis=0) & (parts >= 0).all(axis=(0, 1)) & (parts < _MOST_SECONDS).all(axis=(0, 1))
         )
     is_usual[:_NUM_FIRST] = False
+    longest = max((int((found.steps > first_step).sum()) for found in recorded.values()), default=0)
     return StepTimes(
         ranks=tuple(recorded),
         steps=steps[is_usual],
         seconds={part: values[:, is_usual] for part, values in seconds.items()},
         sent_bytes=table("sent_bytes")[:, is_usual],
         num_left_out=sum(found.num_left_out for found in columns.values()),
+        recorded_fraction=steps.size / longest if longest else 1.0,
         missing=tuple(islice((rank for rank in range(world_size) if rank not in recorded), MOST_MISSING)),
     )
 

@@ -298,6 +298,14 @@ def test_ranks_when_the_records_of_one_end_early_then_evaluation_is_compared_wit
     assert slow_findings(run, spec, [training(2), evaluated(5.0), evaluated(5.0)]) == []
 
 
+def test_data_when_the_records_of_a_rank_are_missing_then_its_share_and_its_loaders_count(tmp_path):
+    run = RunDir.create(tmp_path, "run")
+    write_records(run, 0, evenly(data=0.06, forward_backward=0.04))
+    finding, _ = slow_findings(run, RunSpec(task="-:-", global_batch_size=32, nproc=2), [training(2, cores=2)])
+    assert finding.evidence[1] == "it brings 267 samples/s; without waiting, each rank would use 400"
+    assert "the host has 2 cores" in finding.remedy
+
+
 def test_step_when_the_machine_was_suspended_in_it_then_it_is_left_out(tmp_path):
     run = RunDir.create(tmp_path, "run")
     write_records(run, 0, lambda step: {"wall": 900.0 if step == 30 else 0.1})

@@ -159,7 +159,7 @@ def _data(speed: _Speed) -> Iterator[Finding]:
     wait, wall = float(waits.max(axis=0).mean() if speed.times.are_in_step else waits.mean(axis=1).max()), speed.wall
     if wait / wall <= _MOST_DATA:
         return
-    spec, num_ranks = speed.spec, len(speed.times.ranks)
+    spec, num_ranks = speed.spec, speed.training.world_size
     # without ranks that only serve the others
     samples = spec.global_batch_size / max(min(num_ranks, speed.training.num_devices), 1)
     # a loader in the rank itself works only while the rank waits

@@ -118,7 +118,7 @@ def test_rank_when_it_is_late_from_some_step_on_then_rank_step_and_part_are_name
     assert finding.evidence[1] == "50.0 ms of the difference is forward and backward"
 
 
-@pytest.mark.parametrize("usual", [range(15, 18), range(45, 48)])
+@pytest.mark.parametrize("usual", [range(6, 9), range(15, 18), range(45, 48)])
 def test_rank_when_it_is_late_from_the_start_but_for_some_steps_then_no_later_step_is_named(usual, tmp_path):
     def slow(step: int) -> dict[str, float]:
         return {"wall": 0.1, "forward_backward": 0.09, "sync": 0.01} | (

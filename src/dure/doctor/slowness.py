@@ -231,6 +231,8 @@ def _straggler(speed: _Speed) -> Iterator[Finding]:
     # it is late from where on most blocks are: a few in between may be as fast as the others
     is_late = lateness - np.median(lateness[late:]) / 2
     first = int(is_late[::-1].cumsum()[::-1][: late + 1].argmax())
+    if first < len(blocks) / 10:  # the start of a run is uneven
+        first = 0
     steps = np.concatenate(blocks[first:])
     excess = {
         part: float(

@@ -90,6 +90,11 @@ def test_data_when_there_are_loader_processes_then_more_are_proposed_if_there_ar
     assert remedy in finding.remedy
 
 
+def test_data_when_there_is_one_loader_process_then_it_is_one(tmp_path):
+    (finding,) = found(tmp_path, evenly(data=0.06, forward_backward=0.04), num_workers=1, cores=2)
+    assert "1 loader process per rank:" in finding.cause
+
+
 @pytest.mark.parametrize("data", [0.1, 0.2])
 def test_data_when_a_step_is_nothing_but_the_wait_then_the_figures_have_an_end(data, tmp_path):
     (finding,) = found(tmp_path, evenly(data=data))

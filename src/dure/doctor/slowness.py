@@ -171,7 +171,7 @@ def _data(speed: _Speed) -> Iterator[Finding]:
     if cores is not None and num_workers * min(spec.nproc, num_ranks) > cores:  # the cores are those of one host
         remedy = (
             f"make a sample cheaper (decode and resize once, beforehand), then raise --num-workers: as it is, that "
-            f"takes {num_workers} loader processes per rank, and the host has {cores} cores"
+            f"takes {num_workers} loader process{'es' * (num_workers > 1)} per rank, and the host has {cores} cores"
         )
     of_loader = (
         f"one loader process brings {rate:,.0f} samples/s" if spec.num_workers else f"it brings {rate:,.0f} samples/s"
@@ -185,7 +185,7 @@ def _data(speed: _Speed) -> Iterator[Finding]:
             f"{_ms(wait)} of the {_ms(wall)} of a step",
             f"{of_loader}; without waiting, each rank would use {wanted:,.0f}",
         ],
-        f"{spec.num_workers} loader processes per rank load too slowly"
+        f"{spec.num_workers} loader process{'es' * (spec.num_workers > 1)} per rank: too few for what a sample takes"
         if spec.num_workers
         else "each rank loads its samples itself, between two steps",
         remedy,

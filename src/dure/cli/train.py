@@ -140,7 +140,7 @@ def _slowest(path: Path) -> str | None:
             found = slow_findings(run, run.read_spec(), [*run.events()])
     except (RunInvalid, OSError):
         return None
-    return next((finding.what for finding in found if finding.gain_fraction is not None), None)
+    return next((finding.what for finding in found if finding.gain_fraction), None)
 
 
 def _is_quiet(settings: Mapping[str, Any], run: Path) -> bool:

@@ -16,8 +16,8 @@ from dure.training.run_state.snapshot_policy import MemorySaver
 from tests.commands import RunFiles
 from tests.conformance.cases import TO_ROUNDING, largest_difference, train_case, weights_of
 from tests.conformance.tasks import Normalised
+from tests.conformance.zoo.feature import HIDDEN, IN, OUT, ZooTask, chain
 from tests.conformance.zoo.feature import STEPS as SHORT
-from tests.conformance.zoo.feature import ZooTask, chain
 
 STEPS = {"samples": 88, "global_batch_size": 8, "microbatch_size": 8, "seed": 4}
 
@@ -184,3 +184,29 @@ def test_buffer_that_an_earlier_microbatch_needs_when_a_stage_changes_it_in_plac
     with pytest.raises(WorkerFailed, match=r"changes 0\.mask in place, and the backward of an earlier") as caught:
         train_case(tmp_path, RolledInPlace(), "pipeline", 2, **{**STEPS, "microbatch_size": 2})
     assert caught.value.exit_code == 2
+
+
+class CountsForTheLast(ZooTask):
+    """Scales the output by a number of calls, which the first block counts in a buffer that both have."""
+
+    def build_model(self) -> nn.Module:
+        class Block(nn.Module):
+            def __init__(self, calls: Tensor, inputs: int, outputs: int, *, counts: bool) -> None:
+                super().__init__()
+                self.layer, self.counts = nn.Linear(inputs, outputs).double(), counts
+                self.register_buffer("calls", calls)
+
+            def forward(self, x: Tensor) -> Tensor:
+                if self.counts and self.training:
+                    self.calls += 1
+                return self.layer(x).tanh() * (1 + 0.1 * self.calls)
+
+        calls = torch.zeros((), dtype=torch.float64)
+        return nn.Sequential(Block(calls, IN, HIDDEN, counts=True), Block(calls, HIDDEN, OUT, counts=False))
+
+
+@pytest.mark.parametrize("strategy", ["rpc_model", "pipeline"])
+def test_buffer_of_two_sections_when_one_of_them_changes_it_then_is_refused(strategy: str, tmp_path: Path) -> None:
+    with pytest.raises(WorkerFailed, match=r"0\.calls and 1\.calls are one buffer, which forward changes") as found:
+        train_case(tmp_path, CountsForTheLast(), strategy, 2, **SHORT)
+    assert found.value.exit_code == 2

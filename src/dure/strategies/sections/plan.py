@@ -1,7 +1,9 @@
 """Decision where a model is cut: derived from one batch on one rank, and sent to all ranks."""
 
 from bisect import bisect_right
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from typing import Any
 
@@ -55,6 +57,28 @@ class SectionPlan:
         for name, tensor in named:
             sections.setdefault(id(tensor), self.homes.get(name, 0))
         return {name: sections[id(tensor)] for name, tensor in named}
+
+    def buffers_of_several(self, model: nn.Module, changed: AbstractSet[str]) -> list[str]:
+        """Return the names of changed buffers that are registered in blocks of several sections, one text for each.
+
+        Args:
+            model: Whole model.
+            changed: Names of the buffers that forward or the loss changes.
+        """
+        names: dict[int, list[str]] = defaultdict(list)
+        for name, buffer in model.named_buffers(remove_duplicate=False):
+            names[id(buffer)].append(name)
+        return [
+            " and ".join(same)
+            for same in names.values()
+            if len(same) > 1 and not changed.isdisjoint(same) and len(set().union(*map(self._sections_with, same))) > 1
+        ]
+
+    def _sections_with(self, name: str) -> set[int]:
+        """Return the sections that compute with a buffer: that of its block, or those of the blocks in its module."""
+        module = f"{name.rpartition('.')[0]}."
+        blocks = [call for call in dict.fromkeys(self.calls) if name.startswith(f"{call}.") or call.startswith(module)]
+        return {self.section_of_block(block) for block in blocks} or {self.homes.get(name, 0)}
 
     def first_blocks(self) -> str:
         """Return the first blocks of the sections after the first, in the syntax of the option `cuts`."""

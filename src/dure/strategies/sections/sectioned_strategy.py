@@ -12,6 +12,7 @@ from dure.comm.groups import Group
 from dure.errors import SpecInvalid, TaskInvalid
 from dure.strategies.contract.abilities import faults_of_optimizer
 from dure.strategies.contract.context import StrategyContext
+from dure.strategies.contract.declarations import few
 from dure.strategies.contract.strategy import Strategy
 from dure.strategies.contract.weight_rules import WeightRules
 from dure.strategies.division.optimizer_trial import faults_of_parts
@@ -71,6 +72,14 @@ class SectionedStrategy(Strategy):
         if decision["faults"]:
             raise SpecInvalid([f"strategy is {self.info.name}: {fault}" for fault in decision["faults"]])
         self.plan = SectionPlan(**decision["plan"])
+        changed = {*self.traits.learned_buffers, *self.traits.counted_buffers, *self.traits.model_buffers}
+        if shared := self.plan.buffers_of_several(model, changed):
+            raise SpecInvalid(
+                [
+                    f"strategy is {self.info.name}: {few(shared)} are one buffer, which forward changes, and each "
+                    f"section has a copy of it: keep the blocks together with {self.info.flag}.cuts, or use ddp"
+                ]
+            )
         return model
 
     def keep(self, sections: Iterable[int]) -> None:

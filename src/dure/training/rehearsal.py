@@ -373,6 +373,7 @@ def rehearse_evaluation(session: Session, best: Best) -> list[str]:
         at_once = _few_evaluated(session, session.eval_loader, few, most)
         changed_first = before.changed()
         in_parts = _few_evaluated(session, session.eval_loader, few, max(1, most // 2))
+    drawn = before.drawn()
     best.value_of(at_once)
     check_counts(at_once, in_parts, few)
     derived = recomputed_weights(model)
@@ -426,6 +427,11 @@ def rehearse_evaluation(session: Session, best: Best) -> list[str]:
         texts.append(
             f"state outside of model and task ({few_of(variables)}): every process that evaluates writes it, and "
             "neither a restart nor a resume brings it back (keep what the loss needs in attributes)"
+        )
+    if drawn and is_divided_in_evaluation(strategy):
+        texts.append(
+            f"evaluations: random numbers that they draw from {few_of(drawn)}: each rank draws for the batches that it "
+            "evaluates"
         )
     if changed and is_divided_in_evaluation(strategy):
         texts.append(kept_by_evaluation(changed))

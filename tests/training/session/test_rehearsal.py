@@ -304,6 +304,26 @@ def test_buffer_that_an_evaluation_replaces_is_declared_where_ranks_evaluate_the
     assert any("state that the evaluation keeps (1.mean)" in text for text in declared)
 
 
+class Robust(Regression):
+    """Evaluates with noise from a generator of its own."""
+
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        self.noise = torch.Generator().manual_seed(2)
+
+    def metrics(self, model, batch):
+        x, y, *_ = batch
+        noise = torch.randn(x.shape, generator=self.noise, dtype=x.dtype)
+        return {"robust": dure.Sum((model(x + noise) - y).square().sum(), len(x))}
+
+
+@pytest.mark.parametrize(("strategy", "is_declared"), [("ddp", True), ("pipeline", False)])
+def test_draws_of_evaluations_from_own_generators_are_declared_where_they_are_divided(strategy, is_declared, tmp_path):
+    run = train_case(tmp_path, Robust(layered=True), strategy, 2, **STEPS)
+    declared = json.loads((run / "summary.json").read_text())["not_preserved"]
+    assert any("that they draw from task.noise" in text for text in declared) == is_declared
+
+
 class KeepsLater(Regression):
     """Metrics keep an error once the model is trained, which is after the rehearsal."""
 

@@ -1,8 +1,8 @@
 """Digests of Python values and of a class's code: equal in two processes if and only if the contents are equal."""
 
-import contextlib
 import copyreg
 import enum
+import errno
 import functools
 import hashlib
 import inspect
@@ -24,6 +24,10 @@ class _Opaque(Exception):
     """Value whose contents cannot be seen: a lock, an open file, a generator."""
 
 
+_HAS_NO_FILE = (None, errno.ENOENT, errno.EISDIR, errno.ENOTDIR, errno.EACCES)
+"""Error numbers for a class whose source is in no file; `inspect` gives none."""
+
+
 def digest(value: Any) -> str | None:
     """Return a digest of a value's contents, or None if they cannot be seen.
 
@@ -40,10 +44,15 @@ def digest(value: Any) -> str | None:
 def code_digest(cls: type) -> str:
     """Return a digest of a task's class and of its source file, if there is one."""
     hash_ = hashlib.blake2b(class_digest(cls).encode(), digest_size=_BYTES)
-    # the class was defined in an interpreter, a notebook or an archive; any other error, such as a rank without free
-    # descriptors, must not become a digest that only this rank has
-    with contextlib.suppress(FileNotFoundError, IsADirectoryError, NotADirectoryError, PermissionError, TypeError):
+    try:
         hash_.update(Path(inspect.getsourcefile(cls) or "").read_bytes())
+    except TypeError:
+        pass  # the class was defined in an interpreter
+    except OSError as error:
+        # or in a notebook or an archive; any other error, such as a rank without free descriptors, must not become a
+        # digest that only this rank has
+        if error.errno not in _HAS_NO_FILE:
+            raise
     return hash_.hexdigest()
 
 

@@ -6,7 +6,7 @@ from torch import nn
 from torch.optim import SGD
 
 from dure.errors import TaskInvalid
-from dure.strategies.contract.watch.hidden_state import StateGuard
+from dure.strategies.contract.watch.hidden_state import HiddenParameters, StateGuard
 
 
 @pytest.fixture
@@ -46,3 +46,18 @@ def test_gradients_are_cleared_and_settings_read_in_a_call_that_hides_parameters
 def test_parameters_are_shown_where_a_strategy_does_not_divide_them(optimizer):
     with StateGuard(optimizer, "parameter_server"):
         assert len(optimizer.param_groups[0]["params"]) == 1
+
+
+@pytest.mark.parametrize(
+    "use",
+    [
+        lambda parameters: [] + parameters,
+        lambda parameters: 2 * parameters,
+        lambda parameters: parameters != [],
+        lambda parameters: parameters.count(None),
+        lambda parameters: [*parameters],
+    ],
+)
+def test_hidden_parameters_when_lists_are_made_of_them_then_are_refused_and_not_empty(use):
+    with pytest.raises(TaskInvalid, match="take from the groups of the optimiser"):
+        use(HiddenParameters([torch.zeros(1)], "fsdp"))

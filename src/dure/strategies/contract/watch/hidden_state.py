@@ -56,7 +56,8 @@ class HiddenParameters(list[Any]):
 
     # methods of `list` that read or change items
     __getitem__ = __setitem__ = __delitem__ = __contains__ = __len__ = __bool__ = __eq__ = __reversed__ = _refuse
-    __add__ = __iadd__ = __mul__ = append = extend = insert = pop = remove = clear = copy = index = sort = _refuse
+    __ne__ = __lt__ = __le__ = __gt__ = __ge__ = __add__ = __radd__ = __iadd__ = __mul__ = __rmul__ = __imul__ = _refuse
+    append = extend = insert = pop = remove = clear = copy = count = index = reverse = sort = _refuse
     __hash__ = None
 
 

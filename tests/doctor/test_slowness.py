@@ -246,7 +246,7 @@ def test_ranks_when_the_records_of_one_are_missing_then_it_is_not_told_for_what_
     for rank, computing in enumerate((0.04, 0.06)):
         write_records(run, rank, evenly(forward_backward=computing, sync=0.1 - computing))
     gaps = slow_findings(run, RunSpec(task="-:-", nproc=3), [training(3)])
-    assert [finding.id for finding in gaps] == ["records_missing"]
+    assert [finding.id for finding in gaps] == ["missing_records"]
 
 
 def in_rounds(rank: int) -> Spans:

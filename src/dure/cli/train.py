@@ -139,7 +139,7 @@ def _slowest(path: Path) -> str | None:
         with run.understood():
             found = slow_findings(run, run.read_spec(), [*run.events()])
     except (RunInvalid, OSError):
-        return None
+        return None  # the run has ended well, and `dure doctor` says what is wrong with its records
     return next((finding.what for finding in found if finding.gain_fraction), None)
 
 

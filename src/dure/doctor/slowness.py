@@ -124,13 +124,13 @@ def _gaps(times: StepTimes) -> Iterator[Finding]:
             ", …" if len(times.missing) == MOST_MISSING else ""
         )
         yield Finding(
-            id="records_missing",
+            id="missing_records",
             severity="note",
             what=f"step records of rank{'s' * (len(times.missing) > 1)} {named} are missing: the others are judged",
         )
     if times.num_left_out > len(times.ranks):  # a crash tears one line of each
         yield Finding(
-            id="records_damaged",
+            id="damaged_records",
             severity="note",
             what=f"{times.num_left_out:,} lines of the step records are damaged, and were left out",
             files=tuple(f"rank{rank}.jsonl" for rank in times.ranks[:8]),

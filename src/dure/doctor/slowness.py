@@ -285,7 +285,7 @@ def _too_small(speed: _Speed) -> Iterator[Finding]:
         (1 - alone / wall) * speed.step_fraction,
         f"one device would be as fast as {num_ranks}: {_ms(alone)} for a step that takes {_ms(wall)} now",
         [
-            f"forward and backward of all {num_ranks} shares, one after another: {_ms(compute)}",
+            f"forward and backward of the {num_ranks} shares, one after another: {_ms(compute)}",
             f"loading, the optimiser's step and the rest: {_ms(data + rest)}",
             f"waiting for each other and for the network: {_ms(float(times.seconds['sync'].mean()))} of each step",
         ],

@@ -11,8 +11,8 @@ what each of them has of a parameter is divided again over S ranks.
 """
 
 import functools
-from collections.abc import Callable, Container, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from typing import Any, NoReturn
 
 import torch
@@ -38,15 +38,15 @@ from dure.strategies.contract.weight_rules import WeightRules
 from dure.strategies.division.local_shards import ShardedStrategy
 from dure.strategies.sharded.fsdp_units import Unit, find_units, has_batchnorm, parameter_bytes, unit_faults
 from dure.strategies.sharded.options import FSDPOptions
+from dure.strategies.sharded.outside_use import explained, without_shards
 from dure.strategies.state.batchnorm import convert_sync_batchnorm
-from dure.strategies.state.containers import tensors_in
 from dure.strategies.state.module_patterns import shortened
 from dure.strategies.state.objects.object_state import ObjectState
 from dure.strategies.state.saved_state import StateSource, StrategyState
 from dure.strategies.tensor_parallel.layers import follow_placement
 from dure.strategies.tensor_parallel.plan import axis_faults, needless_options, plan_of
 from dure.strategies.tensor_parallel.tensor_division import TensorDivision
-from dure.torchcompat.gradients import Arguments, arguments_of_functions, run_backward
+from dure.torchcompat.gradients import arguments_of_functions, run_backward
 from dure.torchcompat.modules import reduce_unused_too
 from dure.torchcompat.tensors import give_data, own_attributes, read_whole_numbers
 from dure.units import format_bytes
@@ -325,7 +325,7 @@ class FSDP(ShardedStrategy):
             module.set_force_sum_reduction_for_comms(True)
         shards = {id(parameter) for parameter in self.model.parameters() if self._is_shard(parameter)}
         self._resources = ExitStack()
-        self._resources.enter_context(arguments_of_functions(functools.partial(_without_shards, shards)))
+        self._resources.enter_context(arguments_of_functions(functools.partial(without_shards, shards)))
         self._fills_unused = not all(reduce_unused_too(module) for module in self._sharded())
         self._positions = {name: i for i, (name, _) in enumerate(self._named_trainable())}
         self._own_scalars = [parameter for parameter in self.trainable if parameter.dim() == 0]
@@ -431,7 +431,7 @@ class FSDP(ShardedStrategy):
         while microbatch is not None:
             following = next(pending, None)
             self._accumulate(following is not None)
-            with _explained():
+            with explained():
                 with self._dividing():
                     root = self.objective(microbatch, global_samples)
                 with self._dividing(is_backward=True):
@@ -660,39 +660,6 @@ def _refuse_copy(*_: Any) -> NoReturn:
     raise TaskInvalid(
         "the task copies the model or a part of it (copy.deepcopy), which under fsdp has shards in place of weights: "
         "make the copy in build_model, where they are whole, or use ddp"
-    )
-
-
-@contextmanager
-def _explained() -> Iterator[None]:
-    try:
-        yield
-    except RuntimeError as error:
-        if "is a view and is being modified inplace" in str(error):
-            raise TaskInvalid(
-                "a unit changes one of its inputs in place, which fully_shard gives it as a view: let it make a new "
-                "tensor (x = x + y), name other units with --fsdp.units, or use ddp"
-            ) from error
-        if "mixed torch.Tensor and DTensor" not in str(error):
-            raise
-        raise _used_outside(f"{str(error).splitlines()[0]:.200}") from error
-
-
-def _without_shards(shards: Container[int], function: type, arguments: Arguments) -> Arguments:
-    """Refuse a shard among the arguments of an autograd function, which would get no gradient for it.
-
-    Raises:
-        TaskInvalid: There is one.
-    """
-    if any(id(tensor) in shards for tensor in tensors_in(arguments)):
-        raise _used_outside(f"{function.__qualname__}.apply")
-    return arguments
-
-
-def _used_outside(where: str) -> TaskInvalid:
-    return TaskInvalid(
-        "a parameter of a unit was used outside that unit's forward, where this rank has a shard of it only "
-        f"({where}): name other units with --fsdp.units, or use ddp"
     )
 
 

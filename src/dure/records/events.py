@@ -193,6 +193,15 @@ class NotPreserved(Event):
 
 
 @dataclass(frozen=True, kw_only=True)
+class FirstStepsCompared(Event):
+    """First steps of the run that computed the same as one process."""
+
+    steps: Count
+    tensors: Count
+    """Tensors of weights and optimiser state that were compared."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class Warned(Event):
     """Warning about a problem that did not end the run."""
 
@@ -334,6 +343,7 @@ EVENTS: Mapping[str, type[Event]] = MappingProxyType(
         "step_skipped": StepSkipped,
         "loss_not_finite": LossNotFinite,
         "not_preserved": NotPreserved,
+        "first_steps_compared": FirstStepsCompared,
         "warning": Warned,
         "slow_threads": SlowThreads,
         "restart": Restarted,

@@ -48,6 +48,11 @@ class LateInspection:
         self._place = 0
         """Place, in the order of training, of the first sample for the next comparison."""
 
+    @property
+    def declared(self) -> list[str]:
+        """Declarations of this run so far."""
+        return sorted({*self._declared, *self._session.notes})
+
     def declare(self, texts: Sequence[str]) -> None:
         """Take declarations as known, so that they are not new when other ranks have them too."""
         self._declared.update(texts)

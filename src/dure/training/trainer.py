@@ -24,6 +24,7 @@ from dure.training.best_metric import Best
 from dure.training.late_inspection import LateInspection
 from dure.training.loop import Boundary, StepOutcome, TrainingLoop
 from dure.training.objects.optimizer_watch import OptimizerWatch
+from dure.training.one_process_steps import NUM_STEPS, OneProcessSteps
 from dure.training.progress import Progress
 from dure.training.rehearsal import asked_schedule, is_divided_in_evaluation, kept_by_evaluation, rehearse_evaluation
 from dure.training.run_state.capture import Progression
@@ -53,6 +54,7 @@ class Trainer:
         current_step: Callable[[int], None],
         current_phase: Callable[[str], None] = lambda _: None,
         begin_step: Callable[[int], None] | None = None,
+        one_process_steps: OneProcessSteps | None = None,
     ) -> None:
         """Prepare the training run.
 
@@ -63,6 +65,7 @@ class Trainer:
             current_step: Called with the number of each completed step.
             current_phase: Called repeatedly with the current phase.
             begin_step: Called with the number of each step before it is computed.
+            one_process_steps: First steps of the run in one process; None if they were not taken.
         """
         self.session = session
         self.run = run
@@ -70,6 +73,7 @@ class Trainer:
         self.current_step = current_step
         self.current_phase = current_phase
         self.begin_step = begin_step
+        self.one_process_steps = one_process_steps or OneProcessSteps()
         self.is_restart = session.place.round > 0
         self.position = Progression()
         self.checkpointer = Checkpointer(session, run, self.position, self._event)
@@ -217,6 +221,8 @@ class Trainer:
                 self._save(is_last=True)
                 self._event(events.Interrupted(signal=self._agreed_signal()))
                 return "interrupted"
+            if self._are_first_steps_done(boundary):
+                self._compare_first_steps()
             if self.replicas.is_due():
                 self._compare()
             if self.factors.is_due(boundary.step):
@@ -270,6 +276,28 @@ class Trainer:
         if is_save:
             self._save()
         self.loop.restart_clock()
+
+    def _are_first_steps_done(self, boundary: Boundary) -> bool:
+        """Return whether this step is the last of those that were taken in one process too, the same on all ranks."""
+        is_end = boundary.batch.samples_seen >= self.session.total_samples
+        is_last = boundary.step == NUM_STEPS or (is_end and boundary.step < NUM_STEPS)
+        strategy = self.session.strategy
+        return is_last and self.begun_at[1] == 0 and strategy.is_synchronous and strategy.info.is_exact
+
+    def _compare_first_steps(self) -> None:
+        self._settle()
+        found = self._together(lambda: self.one_process_steps.compare(self.session, self.late.declared))
+        if self.is_first and found.declaration is not None:
+            self.late.declare([found.declaration])
+            self._event(events.NotPreserved(texts=(found.declaration,)))
+            self.progress.print_lines(found.declaration)
+        elif found.num_tensors:
+            step, num_tensors = self.position.step, found.num_tensors
+            self._event(events.FirstStepsCompared(steps=step, tensors=num_tensors))
+            steps = "the first step is that" if step == 1 else f"the first {step} steps are those"
+            self.progress.print_lines(
+                f"{steps} of one process: {num_tensors} tensors of weights and optimiser state agree"
+            )
 
     def _compare(self) -> None:
         try:

@@ -39,6 +39,7 @@ from dure.torchcompat.imports import import_late_parts
 from dure.training.checkpoints.reader import Checkpoint
 from dure.training.checkpoints.store import CheckpointStore
 from dure.training.fault_injection import PlannedFaults, read_faults
+from dure.training.one_process_steps import OneProcessSteps
 from dure.training.session.evaluation import evaluate
 from dure.training.session.initial_draws import InitialDraws
 from dure.training.session.session import (
@@ -108,7 +109,9 @@ class Worker:
             self.faults = PlannedFaults(faults, self.place.rank.rank, self.run, self._cut)
         around_loss = None if self.faults is None else self.faults.around
         draws, known_traits = self._known_draws(), self._known_traits()
-        session = open_session(spec, self.place, self.group, devices, around_loss, known_traits, draws)
+        steps = OneProcessSteps()
+        take_steps = steps.take if isinstance(job, TrainJob) and self._is_first_attempt() else None
+        session = open_session(spec, self.place, self.group, devices, around_loss, known_traits, draws, take_steps)
         self.group = session.group
         if isinstance(job, TrainJob) and self.group.rank == 0:
             if session.strategy.traits != known_traits:  # written once: at a restart the disk may be full
@@ -119,7 +122,7 @@ class Worker:
             self.faults.take(_own_parameters(session.strategy))
         is_interrupted = False
         if isinstance(job, TrainJob):
-            is_interrupted = self._train(session, stop)
+            is_interrupted = self._train(session, stop, steps)
         else:
             self._evaluate(job, session)
         session.strategy.close()
@@ -167,10 +170,14 @@ class Worker:
             changed["microbatch_size"] = self.place.orders.microbatch_size
         return spec.model_copy(update=changed) if changed else spec
 
-    def _train(self, session: Session, stop: StopSignals) -> bool:
+    def _is_first_attempt(self) -> bool:
+        """Return whether training begins with the first step."""
+        return self.place.round == 0 and not CheckpointStore(self.run.checkpoints, 1, print_status).positions()
+
+    def _train(self, session: Session, stop: StopSignals, steps: OneProcessSteps) -> bool:
         """Train; return whether a signal stopped it before the end."""
         begin_step = None if self.faults is None else self.faults.begin_step
-        trainer = Trainer(session, self.run, stop, self._note_step, self._note_phase, begin_step)
+        trainer = Trainer(session, self.run, stop, self._note_step, self._note_phase, begin_step, steps)
         stop.defer()
         try:
             status = trainer.train()

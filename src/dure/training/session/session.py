@@ -146,6 +146,7 @@ def open_session(
     around_loss: Callable[[LossFunction], LossFunction] | None = None,
     traits: LossTraits | None = None,
     draws: InitialDraws | None = None,
+    before_prepare: Callable[[Strategy, Task, nn.Module, Loader, SampleOrder], None] | None = None,
 ) -> Session:
     """Build task, data, model and strategy, and check that every rank built the same.
 
@@ -157,6 +158,7 @@ def open_session(
         around_loss: Wrapper of the task's loss, for fault injection.
         traits: Traits of the loss if they are known; None to find them.
         draws: Draws of an earlier build of the model, to which those of this one are added; None for none.
+        before_prepare: Called with the whole model and the loss's traits known, before the strategy divides the model.
 
     Raises:
         TaskInvalid: A method of the task returns an invalid value.
@@ -197,6 +199,9 @@ def open_session(
     if faults := strategy.check_traits(model):
         raise SpecInvalid([f"strategy is {spec.strategy}: {fault}" for fault in faults])
     not_kept, aliases = _not_kept_by_state_dict(model), sharing_memory(model, strategy.objects)
+    if before_prepare is not None:
+        with startup.step("taking the first steps in one process"):
+            before_prepare(strategy, task, model, data.train_loader, data.order)
     if later := strategy.traits.phases:
         strategy.phases = functools.partial(phases_of(strategy, task, model, data.order).entered, later)
     strategy.prepare(model, checked_optimizer(task), around_loss(task.loss) if around_loss else task.loss)

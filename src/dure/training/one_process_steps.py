@@ -1,0 +1,372 @@
+"""First steps of a run as one process takes them, and their comparison with those that the run has taken.
+
+Inspections find the known ways in which dividing a batch or a model changes a result. This comparison assumes nothing:
+before training rank 0 takes the first steps by itself, in a trial that is undone, with the strategy `single` and whole
+batches. After these steps of the run every rank compares its part of weights and optimiser state with some values of
+that trial.
+"""
+
+import math
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import asdict, dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from dure.comm.groups import Solo
+from dure.host.device_kinds import memory_of
+from dure.host.devices import available_memory_bytes
+from dure.records.sums import Sum
+from dure.strategies.contract.abilities import own_state
+from dure.strategies.contract.context import StrategyContext
+from dure.strategies.contract.declarations import few
+from dure.strategies.contract.precision import Precision
+from dure.strategies.contract.step_facts import Requests
+from dure.strategies.contract.strategy import Strategy
+from dure.strategies.state.hooks import without_new_hooks
+from dure.strategies.state.saved_state import StrategyState
+from dure.strategies.state.tensor_shard import TensorShard, own_shard
+from dure.strategies.state.trial import Trial
+from dure.strategies.table import STRATEGIES, load_strategy
+from dure.torchcompat.modules import move_module
+from dure.torchcompat.one_process import as_one_process
+from dure.training.inspection.collectives import CollectiveCalled, no_collectives
+from dure.training.inspection.loss_calls import aside
+from dure.training.loop import TrainingLoop, check_schedule
+from dure.training.session.loader import FetchRequest, Loader
+from dure.training.session.sample_order import GlobalBatch, SampleOrder, total_samples
+from dure.training.session.session import Session
+from dure.training.session.task_products import checked_optimizer
+from dure.training.task.task import Task
+
+NUM_STEPS = 2
+"""Steps that are compared: in the second one momentum, buffers and all that a step leaves behind have an effect."""
+_MOST_SECONDS = 1.5
+"""Estimated seconds of the steps in one process beyond which they are not taken."""
+_TRIED_SAMPLES = 8
+"""Samples of the call by which the time of a step is estimated."""
+_COPIES = 8
+"""Memory that the steps may take, in multiples of the model's bytes: gradients, optimiser state and copies."""
+_MOST_VALUES = 16_384
+"""Values that are compared, of all tensors together."""
+_VALUES_PER_TENSOR = 32
+_LEAST_PER_TENSOR = 4
+_RELATIVE = {torch.float64: 1e-6, torch.float32: 1e-2}
+"""Difference that counts as rounding, relative to the change of a value in the steps, by its dtype."""
+_DETERMINED = 1e-2
+"""Relative effect of the order of samples on a value's change, above which the value is not compared."""
+_MOST_UNDETERMINED = 2
+"""Values that the order of samples changes among those chosen of a tensor, above which the tensor is not compared."""
+_ROUNDINGS = 64
+"""Size of rounding in units of a value's last place, and of the effect of the order of samples."""
+_MOST_OFF = 0.1
+"""Fraction of a tensor's values that may differ: the sign of a tiny gradient decides over a step of Adam."""
+_LEAST_OFF = 4
+"""Values that must differ at least, of all tensors together, for the same reason."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SomeValues:
+    """Some values of a tensor after the steps in one process. JSON values only."""
+
+    shape: Sequence[int]
+    """Shape of the whole tensor."""
+    places: Sequence[int]
+    """Indices of the values in the flattened tensor."""
+    after: Sequence[float]
+    tolerances: Sequence[float]
+    """Absolute differences that count as rounding."""
+
+
+class Difference(NamedTuple):
+    """Differences of one tensor on one rank. JSON values only."""
+
+    num_compared: int
+    num_off: int
+    here: float
+    """Value that differs most."""
+    expected: float
+    """The same value in one process."""
+
+
+class StepsFound(NamedTuple):
+    """Result of the comparison."""
+
+    num_tensors: int
+    """Tensors that were compared; 0 if there was nothing to compare with."""
+    declaration: str | None
+    """Description of the difference; None if there is none."""
+
+
+class OneProcessSteps:
+    """First steps of a run in one process, on rank 0."""
+
+    def __init__(self) -> None:
+        """Begin without values: nothing is compared until `take` has found some."""
+        self.values: dict[str, SomeValues] = {}
+        """Values of the tensors of model and optimiser, by name; empty if the steps were not taken."""
+
+    def take(self, strategy: Strategy, task: Task, model: nn.Module, loader: Loader, order: SampleOrder) -> None:
+        """Take the steps in a trial, if they can be repeated and take little time and memory.
+
+        Errors are not raised, because training will raise them.
+
+        Args:
+            strategy: Strategy of the run with its `objects` and `traits`, not prepared yet.
+            task: Task to train.
+            model: Whole model on the CPU; it is there again afterwards.
+            loader: Loader of the training data.
+            order: Order of the training data.
+        """
+        if strategy.group.rank or not _is_comparable(strategy, model):
+            return
+        steps = _Steps(strategy, task, model, loader.without_workers(), order)
+        try:
+            move_module(model, strategy.device)
+            if steps.estimated_seconds() <= _MOST_SECONDS:
+                before, after = steps.states(order)
+                _, reordered = steps.states(_Reversed.of(order))
+                self.values = dict(_chosen(before, after, reordered))
+        except (Exception, CollectiveCalled):
+            self.values = {}
+        finally:
+            move_module(model, "cpu")
+
+    def compare(self, session: Session, declared: Sequence[str]) -> StepsFound:
+        """Compare the state of the run after these steps with that in one process; called on all ranks.
+
+        Args:
+            session: Session after `NUM_STEPS` steps.
+            declared: Declarations on this rank; if there are any on rank 0, nothing is compared.
+
+        Communication: two gathered JSON messages, the first of up to a megabyte.
+        """
+        group = session.group
+        sent = {} if declared else {name: asdict(values) for name, values in self.values.items()}
+        values = {name: SomeValues(**each) for name, each in group.all_gather_json(sent)[0].items()}
+        self.values = {}
+        if not values:
+            return StepsFound(0, None)
+        own = _named(own_state(session.strategy))
+        found = {name: _difference(own[name], each) for name, each in values.items() if name in own}
+        by_rank = group.all_gather_json({name: each for name, each in found.items() if each is not None})
+        return _judged([{name: Difference(*each) for name, each in one.items()} for one in by_rank])
+
+
+def _is_comparable(strategy: Strategy, model: nn.Module) -> bool:
+    """Return whether the run claims to compute what one process computes, and can be repeated."""
+    spec, traits = strategy.spec, strategy.traits
+    is_divided = strategy.group.world_size * len(strategy.devices) > 1 or strategy.parts.calls_per_step() > 1
+    is_plain = strategy.info.is_exact and strategy.is_synchronous and strategy.precision.is_exact and not spec.compile
+    differs = (
+        traits.reason_unknown
+        or traits.draws
+        or traits.collate_draws
+        or traits.data_changes
+        or traits.autocasts
+        or traits.loss_rounding
+        or traits.left_state
+        or traits.outer_state
+        or traits.collective
+    )
+    dtypes = {parameter.dtype for parameter in model.parameters()}
+    if not is_divided or not is_plain or differs or not dtypes <= _RELATIVE.keys():
+        return False
+    num_bytes = sum(tensor.numel() * tensor.element_size() for tensor in [*model.parameters(), *model.buffers()])
+    memory = memory_of(strategy.device)  # unknown where it is the host's
+    free = [available_memory_bytes() // 2, *([] if memory is None else [memory[0]])]
+    return _COPIES * num_bytes <= min(free)
+
+
+class _Reversed(SampleOrder):
+    """Order with the samples of every batch reversed: sums over samples round differently."""
+
+    @classmethod
+    def of(cls, order: SampleOrder) -> "_Reversed":
+        reverse = cls.__new__(cls)
+        vars(reverse).update(vars(order))
+        return reverse
+
+    def batches(self, samples_seen: int, total_samples: int) -> Iterator[GlobalBatch]:
+        """Yield the batches of the order, each reversed."""
+        for batch in super().batches(samples_seen, total_samples):
+            yield batch._replace(indices=batch.indices[::-1].copy())
+
+
+@dataclass(frozen=True)
+class _Steps:
+    """Steps of a task in one process, undone each time."""
+
+    strategy: Strategy
+    task: Task
+    model: nn.Module
+    loader: Loader
+    order: SampleOrder
+
+    def estimated_seconds(self) -> float:
+        """Return the estimated time of all steps, from a call of the loss on a few samples."""
+        few_samples = self.order.permutation(0)[:_TRIED_SAMPLES]
+        batch = next(self.loader.batches([FetchRequest(0, few_samples)]))
+        with self._undone(), self.strategy.precision.autocast():
+            self.model.train()
+            started = time.perf_counter()
+            result = self.task.loss(self.model, batch)
+            total: Any = result.total if isinstance(result, Sum) else result
+            total.backward()
+            seconds = time.perf_counter() - started
+        return 2 * NUM_STEPS * seconds * math.ceil(self.strategy.spec.global_batch_size / len(few_samples))
+
+    def states(self, order: SampleOrder) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+        """Return copies of the tensors of model and optimiser, by name, on the CPU, before and after the steps."""
+        with self._undone(), as_one_process():
+            strategy = self._single()
+            before = _copied(strategy)
+            self._take(strategy, order)
+            after = _copied(strategy)
+            strategy.close()
+        return before, after
+
+    @contextmanager
+    def _undone(self) -> Iterator[None]:
+        alone = no_collectives if self.strategy.group.world_size > 1 else nullcontext  # other ranks take no steps now
+        trial = Trial(self.model, self.strategy.objects, watches_writes=False)
+        with aside(), without_new_hooks(self.model), trial, alone():
+            yield
+
+    def _single(self) -> Strategy:
+        """Return the strategy of one process over the model, ready to train."""
+        run = self.strategy
+        alone = {"strategy": "single", "nproc": 1, "total_devices": None, "microbatch_size": None, "options": {}}
+        spec = run.spec.model_copy(update={**alone, "sync_batchnorm": False})
+        precision = Precision(spec.precision, run.device.type)
+        context = StrategyContext(STRATEGIES["single"], Solo(), run.devices[:1], precision, spec)
+        strategy = load_strategy("single")(context)
+        strategy.objects, strategy.traits = run.objects, run.traits
+        strategy.prepare(self.model, checked_optimizer(self.task), self.task.loss)
+        return strategy
+
+    def _take(self, strategy: Strategy, order: SampleOrder) -> None:
+        total = total_samples(self.strategy.spec, order)
+        schedule = check_schedule(self.task.build_schedule(strategy.optimizer, total), strategy.optimizer)
+        loop = TrainingLoop(
+            strategy,
+            self.loader,
+            order,
+            microbatch_size=None,
+            schedule=schedule,
+            requested=Requests,
+            record_samples=False,
+        )
+        self.model.train()
+        for boundary in loop.boundaries(0, total, 0):
+            if boundary.step == NUM_STEPS:
+                break
+        loop.drain()
+
+
+def _copied(strategy: Strategy) -> dict[str, Tensor]:
+    shards = _named(strategy.state_dict())
+    return {name: shard.tensor.detach().to("cpu", copy=True) for name, shard in shards.items()}
+
+
+def _named(state: StrategyState) -> dict[str, TensorShard]:
+    """Return the tensors of a strategy's state on this rank, by name, without empty ones."""
+    found = {name: value for name, value in state.model.items() if isinstance(value, Tensor)}
+    for parameter, of_parameter in state.optimizer.get("state", {}).items():
+        kept = of_parameter if isinstance(of_parameter, Mapping) else {}
+        found |= {f"optimizer.{parameter}.{key}": value for key, value in kept.items()}
+    shards = {name: own_shard(value) for name, value in found.items() if isinstance(value, Tensor | TensorShard)}
+    return {name: shard for name, shard in shards.items() if _is_plain(shard.tensor)}
+
+
+def _is_plain(tensor: Tensor) -> bool:
+    has_numbers = tensor.dtype in _RELATIVE or not (tensor.is_floating_point() or tensor.is_complex())
+    return has_numbers and tensor.layout == torch.strided and tensor.numel() > 0 and not tensor.is_meta
+
+
+def _chosen(
+    before: Mapping[str, Tensor], after: Mapping[str, Tensor], reordered: Mapping[str, Tensor]
+) -> Iterator[tuple[str, SomeValues]]:
+    """Yield the names of tensors with the values by which they are compared.
+
+    Half of a tensor's values are those that change most, because a batch may concern few rows of a table.
+    """
+    num_values = min(_VALUES_PER_TENSOR, max(_LEAST_PER_TENSOR, _MOST_VALUES // max(1, len(after))))
+    generator = torch.Generator().manual_seed(0)
+    for name, tensor in after.items():
+        other = reordered.get(name)
+        if other is None or other.shape != tensor.shape:
+            continue
+        values, of_other = tensor.flatten().double(), other.flatten().double()
+        first = before.get(name)
+        change = values - (first.flatten().double() if first is not None and first.shape == tensor.shape else 0.0)
+        effect = (of_other - values).abs()
+        some = torch.randint(len(values), (min(num_values // 2, len(values)),), generator=generator)
+        places = torch.cat([change.abs().topk(min(num_values - len(some), len(values))).indices, some]).unique()
+        is_determined = effect[places] <= _DETERMINED * change[places].abs()
+        if int((~is_determined).sum()) > _MOST_UNDETERMINED:
+            continue
+        places = places[is_determined]
+        if not tensor.is_floating_point():
+            tolerances = torch.zeros(len(places))
+        else:
+            last_place = torch.finfo(tensor.dtype).eps * values[places].abs()
+            of_change = _RELATIVE[tensor.dtype] * change[places].abs()
+            tolerances = of_change + _ROUNDINGS * (effect[places] + last_place)
+        yield (
+            name,
+            SomeValues(
+                shape=list(tensor.shape),
+                places=places.tolist(),
+                after=values[places].tolist(),
+                tolerances=tolerances.tolist(),
+            ),
+        )
+
+
+@torch.no_grad()
+def _difference(shard: TensorShard, values: SomeValues) -> Difference | None:
+    """Return the differences of this rank's part of a tensor; None if none of the values lies in it."""
+    if tuple(shard.shape) != tuple(values.shape):
+        return None
+    if values.shape:
+        offsets, sizes = np.array(shard.offsets), np.array(shard.tensor.shape)
+        places = np.stack(np.unravel_index(np.array(values.places, dtype=np.int64), tuple(values.shape)), axis=1)
+        inside = np.flatnonzero(((places >= offsets) & (places < offsets + sizes)).all(axis=1))
+        index = tuple(torch.from_numpy(column).to(shard.tensor.device) for column in (places[inside] - offsets).T)
+        here = shard.tensor.detach()[index].double().cpu().numpy()
+    else:
+        inside, here = np.arange(len(values.places)), np.array([float(shard.tensor)])[: len(values.places)]
+    if not len(inside):
+        return None
+    expected, tolerances = np.array(values.after)[inside], np.array(values.tolerances)[inside]
+    distance = np.abs(here - expected)
+    is_off = ~(distance <= tolerances)
+    worst = int(np.argmax(np.where(is_off, distance, -1.0)))
+    return Difference(len(inside), int(is_off.sum()), float(here[worst]), float(expected[worst]))
+
+
+def _judged(by_rank: Sequence[Mapping[str, Difference]]) -> StepsFound:
+    """Return the result of the comparisons on all ranks."""
+    names = {name for one in by_rank for name in one}
+    off: dict[str, Difference] = {}
+    num_off = 0
+    for name in sorted(names):
+        found = [one[name] for one in by_rank if name in one]
+        most = max(found, key=lambda each: each.num_off)
+        compared = sum(each.num_compared for each in found)
+        if sum(each.num_off for each in found) > _MOST_OFF * compared:
+            off[name] = most
+            num_off += sum(each.num_off for each in found)
+    if num_off < _LEAST_OFF:
+        return StepsFound(len(names), None)
+    name, worst = next(iter(off.items()))
+    text = (
+        f"weights: after the first {NUM_STEPS} steps {few(list(off))} differ from those of one process ({name} has a "
+        f"value of {worst.here:.6g} in the place of {worst.expected:.6g}), for a reason that is not known"
+    )
+    return StepsFound(len(names), text)

@@ -1,0 +1,138 @@
+"""Comparison of a run's first steps with those of one process: it finds what no inspection knows, and nothing else."""
+
+from typing import Any
+
+import pytest
+import torch
+
+from dure.records.events import FirstStepsCompared, NotPreserved
+from dure.records.run_dir import RunDir
+from dure.strategies.contract.strategy import Strategy
+from dure.strategies.state.tensor_shard import TensorShard
+from dure.training import one_process_steps
+from dure.training.one_process_steps import Difference, SomeValues, _chosen, _difference, _judged
+from tests.conformance.cases import train_case
+from tests.conformance.tasks import Regression
+
+STRATEGIES = ("ddp", "zero1", "fsdp", "tensor_parallel", "pipeline", "rpc_model", "dp", "model_parallel")
+STEPS = {"samples": 28, "global_batch_size": 7}
+
+
+def events_of(run: Any, kind: type) -> list[Any]:
+    return [event for event in RunDir.open(run).events() if isinstance(event, kind)]
+
+
+def task_for(strategy: str, optimizer: str = "adamw") -> Regression:
+    return Regression(optimizer=optimizer, layered=strategy in ("pipeline", "rpc_model", "model_parallel"))
+
+
+@pytest.mark.parametrize("strategy", [name for name in STRATEGIES if name != "rpc_model"])
+def test_strategy_that_scales_a_gradient_then_the_record_says_what_differs(strategy, tmp_path, monkeypatch):
+    """AdamW hides the scale of gradients in the weights, and its state does not."""
+    step = Strategy.optimizer_step
+
+    def scaled_step(self: Strategy) -> None:
+        for parameter in self.model.parameters():
+            if self.info.name != "single" and parameter.grad is not None:
+                parameter.grad.mul_(2)
+        step(self)
+
+    monkeypatch.setattr(Strategy, "optimizer_step", scaled_step)
+    run = train_case(tmp_path, task_for(strategy), strategy, 2, **STEPS)
+    texts = [text for event in events_of(run, NotPreserved) for text in event.texts]
+    assert [text for text in texts if "differ from those of one process" in text], texts
+    assert not events_of(run, FirstStepsCompared)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_strategy_as_it_is_then_all_weights_and_optimizer_states_agree(strategy, tmp_path):
+    run = train_case(tmp_path, task_for(strategy), strategy, 2, **STEPS)
+    (found,) = events_of(run, FirstStepsCompared)
+    trained = [p for p in task_for(strategy).build_model().parameters() if p.requires_grad]
+    frozen_or_tied = 0 if task_for(strategy).layered else 3
+    assert (found.steps, found.tensors) == (2, 4 * len(trained) + frozen_or_tied)
+    assert not events_of(run, NotPreserved)
+
+
+def test_microbatches_in_one_process_then_they_are_compared(tmp_path):
+    run = train_case(tmp_path, task_for("single", "sgd"), "single", 1, microbatch_size=2, **STEPS)
+    assert events_of(run, FirstStepsCompared)
+    assert not events_of(train_case(tmp_path, task_for("single"), **STEPS), FirstStepsCompared)
+
+
+def test_float32_then_rounding_is_no_difference(tmp_path):
+    run = train_case(tmp_path, Regression(optimizer="adamw", dtype="float32"), "ddp", 2, **STEPS)
+    assert events_of(run, FirstStepsCompared)
+
+
+def test_run_shorter_than_the_steps_then_its_only_step_is_compared(tmp_path):
+    run = train_case(tmp_path, task_for("ddp"), "ddp", 2, samples=7, global_batch_size=7)
+    assert [event.steps for event in events_of(run, FirstStepsCompared)] == [1]
+
+
+def test_steps_that_would_take_long_then_none_is_taken(tmp_path, monkeypatch):
+    monkeypatch.setattr(one_process_steps, "_MOST_SECONDS", 0.0)
+    assert not events_of(train_case(tmp_path, task_for("ddp"), "ddp", 2, **STEPS), FirstStepsCompared)
+
+
+def test_model_that_takes_much_memory_then_none_is_taken(tmp_path, monkeypatch):
+    monkeypatch.setattr(one_process_steps, "available_memory_bytes", lambda: 1024)
+    assert not events_of(train_case(tmp_path, task_for("ddp"), "ddp", 2, **STEPS), FirstStepsCompared)
+
+
+def test_random_numbers_then_nothing_is_compared(tmp_path):
+    run = train_case(tmp_path, Regression(dropout=0.5), "ddp", 2, **STEPS)
+    assert not events_of(run, FirstStepsCompared)
+
+
+# values that are compared
+
+
+def chosen(before: Any, after: Any, reordered: Any) -> dict[str, SomeValues]:
+    return dict(_chosen({"w": before}, {"w": after}, {"w": reordered}))
+
+
+def test_table_of_which_two_rows_change_then_these_are_among_the_values():
+    before = torch.zeros(1000, 4, dtype=torch.float64)
+    after = before.clone()
+    after[[3, 997]] = 1.0
+    places = chosen(before, after, after)["w"].places
+    assert {3 * 4, 997 * 4 + 3} <= set(places)
+    assert len(places) > 16
+
+
+def test_tensor_whose_change_is_the_sign_of_rounding_then_it_is_not_compared():
+    before, sign = torch.zeros(64), torch.ones(64)
+    sign[::2] = -1.0
+    assert not chosen(before, 0.01 * sign, -0.01 * sign)
+
+
+def test_values_of_counters_then_they_must_be_equal():
+    zero, two = torch.zeros((), dtype=torch.int64), torch.tensor(2)
+    values = chosen(zero, two, two)["w"]
+    assert (values.after, values.tolerances) == ([2.0], [0.0])
+
+
+def test_shard_then_the_values_inside_it_are_compared():
+    whole = torch.arange(12.0, dtype=torch.float64).reshape(4, 3)
+    values = SomeValues(shape=[4, 3], places=[0, 4, 8, 11], after=[0, 4, 8, 11], tolerances=[1e-9] * 4)
+    shard = TensorShard(tensor=whole[1:3, 1:].clone(), offsets=(1, 1), shape=(4, 3))
+    assert _difference(shard, values) == Difference(2, 0, 4.0, 4.0)
+    shard.tensor[1, 1] = 9.0
+    assert _difference(shard, values) == Difference(2, 1, 9.0, 8.0)
+    assert _difference(TensorShard(tensor=whole[3:, :2], offsets=(3, 0), shape=(4, 3)), values) is None
+
+
+def test_values_that_are_not_finite_then_they_differ():
+    values = SomeValues(shape=[1], places=[0], after=[1.0], tolerances=[1e-9])
+    found = _difference(TensorShard(tensor=torch.tensor([float("nan")]), offsets=(0,), shape=(1,)), values)
+    assert found is not None
+    assert found.num_off == 1
+
+
+def test_few_values_of_many_then_signs_of_tiny_gradients_are_no_difference():
+    assert _judged([{"w": Difference(32, 3, 1.0, 2.0)}, {"w": Difference(32, 3, 1.0, 2.0)}]).declaration is None
+    assert _judged([{"b": Difference(1, 1, 1.0, 2.0)}]).declaration is None
+    text = _judged([{"w": Difference(32, 0, 1.0, 1.0)}, {"w": Difference(32, 30, 1.5, 2.0)}]).declaration
+    assert text is not None
+    assert "w has a value of 1.5 in the place of 2" in text

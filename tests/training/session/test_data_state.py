@@ -111,6 +111,35 @@ class RollsOut(ZooTask):
         return functional.mse_loss(out, y)
 
 
+class FollowsTraining(ZooTask):
+    """Shifts the targets of its evaluation by what training has seen."""
+
+    def eval_data(self) -> Any:
+        self.evaluated = Samples(*data(7, seed=2))
+        return self.evaluated
+
+    def loss(self, model: nn.Module, batch: Any) -> Any:
+        if model.training:
+            self.evaluated.columns[1].add_(batch[1].mean())
+        return super().loss(model, batch)
+
+
+class ReadsIntoScratch(ZooTask):
+    """Evaluation data that read into memory of their own."""
+
+    def eval_data(self) -> Any:
+        class Read(Samples):
+            def __init__(self, *columns: Tensor) -> None:
+                super().__init__(*columns)
+                self.buffer = torch.zeros_like(columns[0][0])
+
+            def __getitem__(self, index: int) -> Any:
+                x, y = super().__getitem__(index)
+                return self.buffer.copy_(x).clone(), y
+
+        return Read(*data(7, seed=2))
+
+
 class CachesNoise(ZooTask):
     """Keeps samples with the noise that they got when they were first read."""
 
@@ -141,6 +170,8 @@ def test_run_when_the_last_stage_alone_changes_its_data_then_that_is_declared_to
     ("task", "said"),
     [
         (Resampled, "state that no checkpoint holds: data.columns.1 changed on the way"),
+        (FollowsTraining, "state that no checkpoint holds: eval_data.columns.1 changed on the way"),
+        (ReadsIntoScratch, None),
         (CachesNoise, "data: samples keep the random values that they had when they were first read"),
         (ZooTask, None),
     ],

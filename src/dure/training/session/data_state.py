@@ -1,4 +1,4 @@
-"""State of a training data set that no checkpoint holds: tensors that change, and random values that samples keep."""
+"""State of data sets that no checkpoint holds: tensors that change, and random values that samples keep."""
 
 import copy
 import time
@@ -17,15 +17,17 @@ _MOST_SECONDS = 0.2
 
 
 class DataState:
-    """State of a training data set since it was made."""
+    """State of the data sets since they were made."""
 
-    def __init__(self, data: Any) -> None:
+    def __init__(self, data: Any, eval_data: Any = None) -> None:
         """Keep copies of the data set, in which nothing has been read.
 
         Args:
-            data: Data set before any sample is read.
+            data: Training data before any sample is read.
+            eval_data: Evaluation data whose tensors are watched too; None for none.
         """
         self._data = data
+        self._eval_data = eval_data
         self._unread: tuple[Any, ...] = ()
         with suppress(Exception):  # it may be of a class that cannot be copied
             self._unread = copied(data), copied(data), copied(data)
@@ -52,7 +54,7 @@ class DataState:
 
     def record(self) -> None:
         """Record the current tensors."""
-        tensors = tensors_of("data", self._data)
+        tensors = self._tensors()
         self._first = {path: (each, each._version) for path, each in tensors.items() if not each.is_inference()}
 
     def leave_out_changed(self) -> None:
@@ -61,12 +63,16 @@ class DataState:
 
     def changed(self) -> list[str]:
         """Return the paths of tensors that were replaced, or written to by torch, since they were recorded."""
-        now = tensors_of("data", self._data)
+        now = self._tensors()
         return [
             path
             for path, (tensor, version) in self._first.items()
             if path not in self._left_out and path in now and (now[path] is not tensor or tensor._version != version)
         ]
+
+    def _tensors(self) -> dict[str, Tensor]:
+        of_evaluation = {} if self._eval_data is None else tensors_of("eval_data", self._eval_data)
+        return {**of_evaluation, **tensors_of("data", self._data)}
 
 
 def copied(data: Any, levels: int = LEVELS) -> Any:

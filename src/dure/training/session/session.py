@@ -70,7 +70,7 @@ class Session:
     identity: TaskIdentity
     """Identity of the trained task, compared with that in a checkpoint."""
     data_state: DataState | None = None
-    """State of the training data that no checkpoint holds; None if it is not watched."""
+    """State of the data that no checkpoint holds; None if it is not watched."""
     aliases: frozenset[str] = frozenset()
     """Paths of parameters that share memory with other state, and paths of that state."""
     notes: list[str] = dataclasses.field(default_factory=list)
@@ -175,7 +175,8 @@ def open_session(
         seed_everything(spec.seed)
         with startup.step("loading the data"):
             train_data, eval_data = task.train_data(), task.eval_data()
-        data_state = DataState(train_data)
+        # in one process nothing reads evaluation data before the first evaluation, and what reading changes is no state
+        data_state = DataState(train_data, eval_data if group.world_size > 1 else None)
         data = _Data.of(spec, task, train_data, eval_data, devices[0])
         seed_everything(spec.seed)
         with startup.step("building the model"), (draws or InitialDraws()).of_build():

@@ -177,7 +177,10 @@ class LateInspection:
             buffers.put_back()
         if losses is None:
             return None
-        one, other, few = losses
+        one, other = losses.at_once, losses.in_parts
         if math.isclose(one, other, rel_tol=tolerance) or not math.isfinite(one + other):
             return None
-        return f"it is {one:.6g} for {few} samples at once, and {other:.6g} for the same samples in 2 parts"
+        return (
+            f"it is {one:.6g} for {losses.num_samples} samples at once, and {other:.6g} for the same samples in "
+            f"{losses.num_parts} parts"
+        )

@@ -6,7 +6,7 @@ import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -43,6 +43,10 @@ from dure.training.session.session import Session
 from dure.training.task.task import Schedule
 
 _NUM_SAMPLES = 8
+_COMPARED_SAMPLES = 16
+"""Samples whose loss is compared with that of their parts, in evaluations during the run."""
+_COMPARED_PARTS = 4
+"""Parts of these samples: a loss that has a bound on its mean differs only if some parts are above and others below."""
 _MOST_SECONDS = 1.0
 """Seconds after which a schedule is called at no further step; it may set state at some steps only."""
 
@@ -513,8 +517,17 @@ def _is_common(path: str, by_rank: Sequence[Mapping[str, int]]) -> bool:
     return len({digests[path] for digests in by_rank if path in digests}) == 1
 
 
-def few_losses(session: Session, loader: Loader, num_samples: int, tolerance: float) -> tuple[float, float, int] | None:
-    """Return the loss of a few samples at once, that in two parts, and the number of samples, in an evaluation.
+class FewLosses(NamedTuple):
+    """Losses of the same samples at once and in parts."""
+
+    at_once: float
+    in_parts: float
+    num_samples: int
+    num_parts: int
+
+
+def few_losses(session: Session, loader: Loader, num_samples: int, tolerance: float) -> FewLosses | None:
+    """Return the losses of a few samples at once and in parts, in an evaluation.
 
     None if the loss depends on random numbers, which differ between the two.
 
@@ -527,7 +540,8 @@ def few_losses(session: Session, loader: Loader, num_samples: int, tolerance: fl
     Raises:
         DataInvalid: None of these samples counts; raised on all ranks.
     """
-    few = min(_NUM_SAMPLES, num_samples)
+    few = min(_COMPARED_SAMPLES, num_samples)
+    size_of_part = max(1, few // _COMPARED_PARTS)
 
     def loss(size: int, seed: int | None = None) -> float:
         found = evaluate(
@@ -542,9 +556,9 @@ def few_losses(session: Session, loader: Loader, num_samples: int, tolerance: fl
         return found["loss"].value
 
     with all_as_written():
-        at_once, in_parts = loss(few), loss(max(1, few // 2))
+        at_once, in_parts = loss(few), loss(size_of_part)
         if at_once == in_parts or math.isclose(loss(few, session.spec.seed + 1), at_once, rel_tol=tolerance):
-            return at_once, in_parts, few
+            return FewLosses(at_once, in_parts, few, math.ceil(few / size_of_part))
     return None
 
 

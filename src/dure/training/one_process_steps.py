@@ -30,7 +30,7 @@ from dure.strategies.contract.strategy import Strategy
 from dure.strategies.state.hooks import without_new_hooks
 from dure.strategies.state.saved_state import StrategyState
 from dure.strategies.state.tensor_shard import TensorShard, own_shard
-from dure.strategies.state.trial import Trial
+from dure.strategies.state.trial import Trial, sharing_state
 from dure.strategies.table import STRATEGIES, load_strategy
 from dure.torchcompat.modules import move_module
 from dure.torchcompat.one_process import as_one_process
@@ -127,10 +127,11 @@ class OneProcessSteps:
         steps = _Steps(strategy, task, model, loader.without_workers(), order)
         try:
             move_module(model, strategy.device)
-            if steps.estimated_seconds() <= _MOST_SECONDS:
-                before, after = steps.states(order)
-                _, reordered = steps.states(_Reversed.of(order))
-                self.values = dict(_chosen(before, after, reordered))
+            with sharing_state():
+                if steps.estimated_seconds() <= _MOST_SECONDS:
+                    before, after = steps.states(order)
+                    _, reordered = steps.states(_Reversed.of(order))
+                    self.values = dict(_chosen(before, after, reordered))
         except (Exception, CollectiveCalled):
             self.values = {}
         finally:

@@ -89,7 +89,7 @@ def test_random_numbers_then_nothing_is_compared(tmp_path):
 
 
 def chosen(before: Any, after: Any, reordered: Any) -> dict[str, SomeValues]:
-    return dict(_chosen({"w": before}, {"w": after}, {"w": reordered}))
+    return dict(_chosen([{"w": before}, {"w": after}], {"w": reordered}))
 
 
 def test_table_of_which_two_rows_change_then_these_are_among_the_values():
@@ -105,6 +105,12 @@ def test_tensor_whose_change_is_the_sign_of_rounding_then_it_is_not_compared():
     before, sign = torch.zeros(64), torch.ones(64)
     sign[::2] = -1.0
     assert not chosen(before, 0.01 * sign, -0.01 * sign)
+
+
+def test_value_that_a_step_moves_and_the_next_moves_back_then_rounding_is_that_of_a_step():
+    states = [{"w": torch.tensor([value])} for value in (0.0, -1.0, 4.2e-6)]
+    ((_, values),) = _chosen(states, {"w": torch.tensor([4.3e-6])})
+    assert values.tolerances[0] > 1e-3
 
 
 def test_values_of_counters_then_they_must_be_equal():

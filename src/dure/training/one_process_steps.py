@@ -11,6 +11,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -129,13 +130,13 @@ class OneProcessSteps:
             move_module(model, strategy.device)
             with sharing_state():
                 if steps.estimated_seconds() <= _MOST_SECONDS:
-                    before, after = steps.states(order)
-                    _, reordered = steps.states(_Reversed.of(order))
-                    self.values = dict(_chosen(before, after, reordered))
+                    self.values = dict(_chosen(steps.states(order), steps.states(_Reversed.of(order))[-1]))
         except (Exception, CollectiveCalled):
             self.values = {}
         finally:
             move_module(model, "cpu")
+            if memory_of(strategy.device) is not None:
+                torch.accelerator.empty_cache()  # a part of the model needs less in training
 
     def compare(self, session: Session, declared: Sequence[str]) -> StepsFound:
         """Compare the state of the run after these steps with that in one process; called on all ranks.
@@ -221,20 +222,18 @@ class _Steps:
             seconds = time.perf_counter() - started
         return 2 * NUM_STEPS * seconds * math.ceil(self.strategy.spec.global_batch_size / len(few_samples))
 
-    def states(self, order: SampleOrder) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-        """Return copies of the tensors of model and optimiser, by name, on the CPU, before and after the steps."""
+    def states(self, order: SampleOrder) -> list[dict[str, Tensor]]:
+        """Return copies of the tensors of model and optimiser, by name, on the CPU: at first and after each step."""
         with self._undone(), as_one_process():
             strategy = self._single()
-            before = _copied(strategy)
-            self._take(strategy, order)
-            after = _copied(strategy)
+            states = [_copied(strategy), *(_copied(strategy) for _ in self._taken(strategy, order))]
             strategy.close()
-        return before, after
+        return states
 
     @contextmanager
     def _undone(self) -> Iterator[None]:
         alone = no_collectives if self.strategy.group.world_size > 1 else nullcontext  # other ranks take no steps now
-        trial = Trial(self.model, self.strategy.objects, watches_writes=False)
+        trial = Trial(self.model, self.strategy.objects, watches_writes=None)
         with aside(), without_new_hooks(self.model), trial, alone():
             yield
 
@@ -250,7 +249,8 @@ class _Steps:
         strategy.prepare(self.model, checked_optimizer(self.task), self.task.loss)
         return strategy
 
-    def _take(self, strategy: Strategy, order: SampleOrder) -> None:
+    def _taken(self, strategy: Strategy, order: SampleOrder) -> Iterator[int]:
+        """Yield the number of each step when it has been taken."""
         total = total_samples(self.strategy.spec, order)
         schedule = check_schedule(self.task.build_schedule(strategy.optimizer, total), strategy.optimizer)
         loop = TrainingLoop(
@@ -264,9 +264,10 @@ class _Steps:
         )
         self.model.train()
         for boundary in loop.boundaries(0, total, 0):
+            loop.drain()
+            yield boundary.step
             if boundary.step == NUM_STEPS:
                 break
-        loop.drain()
 
 
 def _copied(strategy: Strategy) -> dict[str, Tensor]:
@@ -290,25 +291,28 @@ def _is_plain(tensor: Tensor) -> bool:
 
 
 def _chosen(
-    before: Mapping[str, Tensor], after: Mapping[str, Tensor], reordered: Mapping[str, Tensor]
+    states: Sequence[Mapping[str, Tensor]], reordered: Mapping[str, Tensor]
 ) -> Iterator[tuple[str, SomeValues]]:
     """Yield the names of tensors with the values by which they are compared.
 
     Half of a tensor's values are those that change most, because a batch may concern few rows of a table.
+
+    Args:
+        states: Tensors by name, at first and after each step.
+        reordered: Tensors after the steps with the samples of each batch in another order.
     """
+    after = states[-1]
     num_values = min(_VALUES_PER_TENSOR, max(_LEAST_PER_TENSOR, _MOST_VALUES // max(1, len(after))))
     generator = torch.Generator().manual_seed(0)
     for name, tensor in after.items():
-        other = reordered.get(name)
-        if other is None or other.shape != tensor.shape:
+        if name not in reordered or reordered[name].shape != tensor.shape:
             continue
-        values, of_other = tensor.flatten().double(), other.flatten().double()
-        first = before.get(name)
-        change = values - (first.flatten().double() if first is not None and first.shape == tensor.shape else 0.0)
+        values, of_other = tensor.flatten().double(), reordered[name].flatten().double()
+        change = _largest_change([state.get(name) for state in states], tensor)
         effect = (of_other - values).abs()
         some = torch.randint(len(values), (min(num_values // 2, len(values)),), generator=generator)
-        places = torch.cat([change.abs().topk(min(num_values - len(some), len(values))).indices, some]).unique()
-        is_determined = effect[places] <= _DETERMINED * change[places].abs()
+        places = torch.cat([change.topk(min(num_values - len(some), len(values))).indices, some]).unique()
+        is_determined = effect[places] <= _DETERMINED * change[places]
         if int((~is_determined).sum()) > _MOST_UNDETERMINED:
             continue
         places = places[is_determined]
@@ -316,7 +320,7 @@ def _chosen(
             tolerances = torch.zeros(len(places))
         else:
             last_place = torch.finfo(tensor.dtype).eps * values[places].abs()
-            of_change = _RELATIVE[tensor.dtype] * change[places].abs()
+            of_change = _RELATIVE[tensor.dtype] * change[places]
             tolerances = of_change + _ROUNDINGS * (effect[places] + last_place)
         yield (
             name,
@@ -327,6 +331,18 @@ def _chosen(
                 tolerances=tolerances.tolist(),
             ),
         )
+
+
+def _largest_change(states: Sequence[Tensor | None], last: Tensor) -> Tensor:
+    """Return the largest change of each value in a step: what one step takes away another may have added.
+
+    Args:
+        states: A tensor at first and after each step; None where it is not there, as before an optimiser's first step.
+        last: The tensor after the last step.
+    """
+    zeros = torch.zeros_like(last, dtype=torch.float64)
+    known = [zeros if state is None or state.shape != last.shape else state.double() for state in states]
+    return torch.stack([(later - earlier).abs() for earlier, later in pairwise(known)]).amax(0).flatten()
 
 
 @torch.no_grad()

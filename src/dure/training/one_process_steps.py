@@ -11,7 +11,6 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass
-from itertools import pairwise
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -59,11 +58,13 @@ _LEAST_PER_TENSOR = 4
 _RELATIVE = {torch.float64: 1e-6, torch.float32: 1e-2}
 """Difference that counts as rounding, relative to the change of a value in the steps, by its dtype."""
 _DETERMINED = 1e-2
-"""Relative effect of the order of samples on a value's change, above which the value is not compared."""
+"""Relative effect of rounding on a value's change, above which the value is not compared."""
 _MOST_UNDETERMINED = 2
-"""Values that the order of samples changes among those chosen of a tensor, above which the tensor is not compared."""
+"""Values that rounding changes so among those chosen of a tensor, above which the tensor is not compared."""
 _ROUNDINGS = 64
-"""Size of rounding in units of a value's last place, and of the effect of the order of samples."""
+"""Difference that counts as rounding, in units of a value's last place, and of the seen effect of rounding."""
+_DISTURBED_PLACES = 16
+"""Units of the last place by which parameters are changed to find out what rounding decides."""
 _MOST_OFF = 0.1
 """Fraction of a tensor's values that may differ: the sign of a tiny gradient decides over a step of Adam."""
 _LEAST_OFF = 4
@@ -130,7 +131,8 @@ class OneProcessSteps:
             move_module(model, strategy.device)
             with sharing_state():
                 if steps.estimated_seconds() <= _MOST_SECONDS:
-                    self.values = dict(_chosen(steps.states(order), steps.states(_Reversed.of(order))[-1]))
+                    states = steps.states(order)
+                    self.values = dict(_chosen(states, steps.states(_Reversed.of(order), is_disturbed=True)))
         except (Exception, CollectiveCalled):
             self.values = {}
         finally:
@@ -185,7 +187,7 @@ def _is_comparable(strategy: Strategy, model: nn.Module) -> bool:
 
 
 class _Reversed(SampleOrder):
-    """Order with the samples of every batch reversed: sums over samples round differently."""
+    """Order with the samples of every batch reversed, so that sums over samples round differently."""
 
     @classmethod
     def of(cls, order: SampleOrder) -> "_Reversed":
@@ -222,9 +224,16 @@ class _Steps:
             seconds = time.perf_counter() - started
         return 2 * NUM_STEPS * seconds * math.ceil(self.strategy.spec.global_batch_size / len(few_samples))
 
-    def states(self, order: SampleOrder) -> list[dict[str, Tensor]]:
-        """Return copies of the tensors of model and optimiser, by name, on the CPU: at first and after each step."""
+    def states(self, order: SampleOrder, *, is_disturbed: bool = False) -> list[dict[str, Tensor]]:
+        """Return copies of the tensors of model and optimiser, by name, on the CPU: at first and after each step.
+
+        Args:
+            order: Order of the samples.
+            is_disturbed: Whether the last places of all parameters are changed before.
+        """
         with self._undone(), as_one_process():
+            if is_disturbed:
+                _disturb(self.model)
             strategy = self._single()
             states = [_copied(strategy), *(_copied(strategy) for _ in self._taken(strategy, order))]
             strategy.close()
@@ -270,6 +279,14 @@ class _Steps:
                 break
 
 
+@torch.no_grad()
+def _disturb(model: nn.Module) -> None:
+    """Change the last places of all parameters, so that every sum of what they compute rounds differently."""
+    for parameter in model.parameters():
+        eps = torch.finfo(parameter.dtype).eps
+        parameter.mul_(1 + _DISTURBED_PLACES * eps * torch.rand_like(parameter).sub_(0.5))
+
+
 def _copied(strategy: Strategy) -> dict[str, Tensor]:
     shards = _named(strategy.state_dict())
     return {name: shard.tensor.detach().to("cpu", copy=True) for name, shard in shards.items()}
@@ -291,7 +308,7 @@ def _is_plain(tensor: Tensor) -> bool:
 
 
 def _chosen(
-    states: Sequence[Mapping[str, Tensor]], reordered: Mapping[str, Tensor]
+    states: Sequence[Mapping[str, Tensor]], disturbed: Sequence[Mapping[str, Tensor]]
 ) -> Iterator[tuple[str, SomeValues]]:
     """Yield the names of tensors with the values by which they are compared.
 
@@ -299,17 +316,14 @@ def _chosen(
 
     Args:
         states: Tensors by name, at first and after each step.
-        reordered: Tensors after the steps with the samples of each batch in another order.
+        disturbed: The same of steps that round differently.
     """
-    after = states[-1]
-    num_values = min(_VALUES_PER_TENSOR, max(_LEAST_PER_TENSOR, _MOST_VALUES // max(1, len(after))))
+    num_values = min(_VALUES_PER_TENSOR, max(_LEAST_PER_TENSOR, _MOST_VALUES // max(1, len(states[-1]))))
     generator = torch.Generator().manual_seed(0)
-    for name, tensor in after.items():
-        if name not in reordered or reordered[name].shape != tensor.shape:
-            continue
-        values, of_other = tensor.flatten().double(), reordered[name].flatten().double()
-        change = _largest_change([state.get(name) for state in states], tensor)
-        effect = (of_other - values).abs()
+    for name, tensor in states[-1].items():
+        one, other = _series(name, states, tensor), _series(name, disturbed, tensor)
+        values, change = one[-1], (one[1:] - one[:-1]).abs().amax(0)
+        effect = ((other[-1] - other[0]) - (one[-1] - one[0])).abs()
         some = torch.randint(len(values), (min(num_values // 2, len(values)),), generator=generator)
         places = torch.cat([change.topk(min(num_values - len(some), len(values))).indices, some]).unique()
         is_determined = effect[places] <= _DETERMINED * change[places]
@@ -333,16 +347,11 @@ def _chosen(
         )
 
 
-def _largest_change(states: Sequence[Tensor | None], last: Tensor) -> Tensor:
-    """Return the largest change of each value in a step: what one step takes away another may have added.
-
-    Args:
-        states: A tensor at first and after each step; None where it is not there, as before an optimiser's first step.
-        last: The tensor after the last step.
-    """
-    zeros = torch.zeros_like(last, dtype=torch.float64)
-    known = [zeros if state is None or state.shape != last.shape else state.double() for state in states]
-    return torch.stack([(later - earlier).abs() for earlier, later in pairwise(known)]).amax(0).flatten()
+def _series(name: str, states: Sequence[Mapping[str, Tensor]], like: Tensor) -> Tensor:
+    """Return the values of a tensor in each state, flat; zeros where it is not, as before an optimiser's first step."""
+    zeros = torch.zeros_like(like)
+    found = [state.get(name, zeros) for state in states]
+    return torch.stack([(each if each.shape == like.shape else zeros).flatten().double() for each in found])
 
 
 @torch.no_grad()

@@ -342,6 +342,18 @@ def test_part_in_which_nothing_is_counted_is_found(monkeypatch):
     assert "nan for the same samples" in traits_of(of_nonzero, x=x, most_at_once=16).not_additive
 
 
+def by_frequency(model, x, task):
+    return model(x[:, 0].long()).square().mean()
+
+
+@pytest.mark.parametrize(("scales", "is_mean"), [(True, False), (False, True)])
+def test_gradient_that_depends_on_how_often_a_row_occurs_is_found_among_samples_of_different_rows(scales, is_mean):
+    table = nn.Embedding(64, 4, scale_grad_by_freq=scales)
+    traits = traits_of(by_frequency, table, x=torch.arange(64.0)[:, None], is_divided=True)
+    assert (traits.not_additive is None) == is_mean
+    assert is_mean or "(each sample twice)" in traits.not_additive
+
+
 def test_layer_that_computes_over_the_batch_in_training_is_found_and_batchnorm_left_to_its_own_words():
     assert traits_of(layer=Batchwise()).not_additive is not None
     normalised = traits_of(layer=nn.BatchNorm1d(4))

@@ -71,6 +71,24 @@ class Additivity:
         """
         return self._in_full_precision(lambda exact: exact._difference_of(places))
 
+    def difference_of_repeated(self, num_samples: int) -> str | None:
+        """Return the figures of a loss that does not add up if samples occur twice in a batch, or None.
+
+        A loss may treat samples apart until two have the same class or the same row of a table, as gradients do that an
+        embedding scales by the frequency of its rows. Among few samples no two may be alike.
+
+        Args:
+            num_samples: Number of the first samples that are taken twice.
+        """
+        repeated = copy.copy(self)
+        repeated.calls, fetch = copy.copy(self.calls), self.calls.fetch
+        repeated.calls.fetch = lambda places: fetch([place % num_samples for place in places])
+        try:
+            figures = repeated.difference_of(range(2 * num_samples))
+        except Exception:
+            return None  # it may expect that samples differ
+        return None if figures is None else f"{figures} (each sample twice)"
+
     def _in_full_precision(self, compare: Callable[["Additivity"], Compared]) -> Compared:
         """Compare without autocast, whose rounding hides differences; with it if the loss fails without."""
         with entered_autocasts(are_off=True) as autocasts:

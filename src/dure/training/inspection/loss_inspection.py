@@ -184,6 +184,7 @@ class LossInspection:
             or (
                 self._additivity.difference_of_many(_FEW, min(num_samples, _FEW + WIDE_SAMPLES), seconds_each)[0]
                 or self._whole_batch.difference(num_samples)
+                or (self._additivity.difference_of_repeated(half) if self.is_divided else None)
                 if is_quick
                 else None
             )

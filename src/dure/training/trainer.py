@@ -21,10 +21,11 @@ from dure.strategies.state.trial import KeptBuffers
 from dure.terminal import one_line
 from dure.torchcompat.optimizers import step_hook_registries
 from dure.training.best_metric import Best
+from dure.training.first_steps.in_one_process import OneProcessSteps
+from dure.training.first_steps.values import NUM_STEPS
 from dure.training.late_inspection import LateInspection
 from dure.training.loop import Boundary, StepOutcome, TrainingLoop
 from dure.training.objects.optimizer_watch import OptimizerWatch
-from dure.training.one_process_steps import NUM_STEPS, OneProcessSteps
 from dure.training.progress import Progress
 from dure.training.rehearsal import asked_schedule, is_divided_in_evaluation, kept_by_evaluation, rehearse_evaluation
 from dure.training.run_state.capture import Progression

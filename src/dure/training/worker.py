@@ -39,7 +39,7 @@ from dure.torchcompat.imports import import_late_parts
 from dure.training.checkpoints.reader import Checkpoint
 from dure.training.checkpoints.store import CheckpointStore
 from dure.training.fault_injection import PlannedFaults, read_faults
-from dure.training.one_process_steps import OneProcessSteps
+from dure.training.first_steps.in_one_process import OneProcessSteps
 from dure.training.session.evaluation import evaluate
 from dure.training.session.initial_draws import InitialDraws
 from dure.training.session.session import (

@@ -470,6 +470,28 @@ def test_buffer_that_a_later_call_is_the_first_to_set_is_taken_for_a_learned_one
     assert traits.counted_buffers == ()
 
 
+class ScaledLater(nn.Module):
+    """Scales its gradient by the size of the batch, after four calls."""
+
+    def __init__(self):
+        super().__init__()
+        self.calls = 0
+
+    def forward(self, x):
+        self.calls += 1
+        if self.calls <= 4 or not x.requires_grad:
+            return x
+        kept = x.detach()
+        scale = x.numel() ** -0.5
+        return kept * (1 - scale) + x * scale
+
+
+def test_gradient_that_the_model_scales_by_the_batch_in_later_calls_is_that_of_the_model():
+    layer = nn.Sequential(nn.Linear(4, 4), ScaledLater())
+    assert traits_of(layer=layer, is_divided=True).model_not_additive
+    assert not traits_of(layer=nn.Linear(4, 4), is_divided=True).model_not_additive
+
+
 class Balancing(nn.Module):
     """Moves a buffer by a step of one size, up or down (an expert's bias)."""
 

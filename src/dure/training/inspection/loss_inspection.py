@@ -203,6 +203,7 @@ class LossInspection:
             loss_rounding=self._loss_rounding(first.value.dtype),
             not_additive=not_additive or of_model,
             model_not_additive=of_model is not None
+            or later.model_not_additive
             or (not_additive is not None and not self._additivity.is_model_additive(num_samples, len(tried))),
             learned_buffers=(*(name for name in buffers[0] if not _is_same_in(buffers, name)), *late),
             counted_buffers=tuple(name for name in buffers[0] if _is_same_in(buffers, name)),
@@ -513,9 +514,13 @@ class LossInspection:
                 if not_additive is not None or time.monotonic() > deadline:
                     break
                 not_additive = self._additivity.difference_of(places)
+            is_of_model = not_additive is not None and not self._additivity.is_model_additive(
+                num_samples, len(groups[0])
+            )
         return _Later(
             draws,
             not_additive,
+            is_of_model,
             tuple(found),
             tuple(written.parameters),
             tuple(written.rebound),
@@ -538,6 +543,7 @@ class _Later(NamedTuple):
 
     draws: bool = False
     not_additive: str | None = None
+    model_not_additive: bool = False
     module_state: tuple[str, ...] = ()
     parameters: tuple[str, ...] = ()
     rebound: tuple[str, ...] = ()

@@ -11,9 +11,8 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -23,7 +22,6 @@ from dure.host.devices import available_memory_bytes
 from dure.records.sums import Sum
 from dure.strategies.contract.abilities import own_state
 from dure.strategies.contract.context import StrategyContext
-from dure.strategies.contract.declarations import few
 from dure.strategies.contract.precision import Precision
 from dure.strategies.contract.step_facts import Requests
 from dure.strategies.contract.strategy import Strategy
@@ -33,7 +31,17 @@ from dure.strategies.state.tensor_shard import TensorShard, own_shard
 from dure.strategies.state.trial import Trial, sharing_state
 from dure.strategies.table import STRATEGIES, load_strategy
 from dure.torchcompat.modules import move_module
-from dure.torchcompat.one_process import as_one_process
+from dure.training.first_steps.values import (
+    DTYPES,
+    NUM_STEPS,
+    OPTIMIZER,
+    Difference,
+    SomeValues,
+    StepsFound,
+    chosen,
+    difference,
+    judged,
+)
 from dure.training.inspection.collectives import CollectiveCalled, no_collectives
 from dure.training.inspection.loss_calls import aside
 from dure.training.loop import TrainingLoop, check_schedule
@@ -43,65 +51,14 @@ from dure.training.session.session import Session
 from dure.training.session.task_products import checked_optimizer
 from dure.training.task.task import Task
 
-NUM_STEPS = 2
-"""Steps that are compared: in the second one momentum, buffers and all that a step leaves behind have an effect."""
 _MOST_SECONDS = 1.5
 """Estimated seconds of the steps in one process beyond which they are not taken."""
 _TRIED_SAMPLES = 8
 """Samples of the call by which the time of a step is estimated."""
 _COPIES = 8
 """Memory that the steps may take, in multiples of the model's bytes: gradients, optimiser state and copies."""
-_MOST_VALUES = 16_384
-"""Values that are compared, of all tensors together."""
-_VALUES_PER_TENSOR = 32
-_LEAST_PER_TENSOR = 4
-_RELATIVE = {torch.float64: 1e-6, torch.float32: 1e-2}
-"""Difference that counts as rounding, relative to the change of a value in the steps, by its dtype."""
-_DETERMINED = 1e-2
-"""Relative effect of rounding on a value's change, above which the value is not compared."""
-_MOST_UNDETERMINED = 2
-"""Values that rounding changes so among those chosen of a tensor, above which the tensor is not compared."""
-_ROUNDINGS = 64
-"""Difference that counts as rounding, in units of a value's last place, and of the seen effect of rounding."""
 _DISTURBED_PLACES = 16
 """Units of the last place by which parameters are changed to find out what rounding decides."""
-_MOST_OFF = 0.1
-"""Fraction of a tensor's values that may differ: the sign of a tiny gradient decides over a step of Adam."""
-_LEAST_OFF = 4
-"""Values that must differ at least, of all tensors together, for the same reason."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class SomeValues:
-    """Some values of a tensor after the steps in one process. JSON values only."""
-
-    shape: Sequence[int]
-    """Shape of the whole tensor."""
-    places: Sequence[int]
-    """Indices of the values in the flattened tensor."""
-    after: Sequence[float]
-    tolerances: Sequence[float]
-    """Absolute differences that count as rounding."""
-
-
-class Difference(NamedTuple):
-    """Differences of one tensor on one rank. JSON values only."""
-
-    num_compared: int
-    num_off: int
-    here: float
-    """Value that differs most."""
-    expected: float
-    """The same value in one process."""
-
-
-class StepsFound(NamedTuple):
-    """Result of the comparison."""
-
-    num_tensors: int
-    """Tensors that were compared; 0 if there was nothing to compare with."""
-    declaration: str | None
-    """Description of the difference; None if there is none."""
 
 
 class OneProcessSteps:
@@ -132,7 +89,7 @@ class OneProcessSteps:
             with sharing_state():
                 if steps.estimated_seconds() <= _MOST_SECONDS:
                     states = steps.states(order)
-                    self.values = dict(_chosen(states, steps.states(_Reversed.of(order), is_disturbed=True)))
+                    self.values = dict(chosen(states, steps.states(_Reversed.of(order), is_disturbed=True)))
         except (Exception, CollectiveCalled):
             self.values = {}
         finally:
@@ -156,9 +113,9 @@ class OneProcessSteps:
         if not values:
             return StepsFound(0, None)
         own = _named(own_state(session.strategy))
-        found = {name: _difference(own[name], each) for name, each in values.items() if name in own}
+        found = {name: difference(own[name], each) for name, each in values.items() if name in own}
         by_rank = group.all_gather_json({name: each for name, each in found.items() if each is not None})
-        return _judged([{name: Difference(*each) for name, each in one.items()} for one in by_rank])
+        return judged([{name: Difference(*each) for name, each in one.items()} for one in by_rank])
 
 
 def _is_comparable(strategy: Strategy, model: nn.Module) -> bool:
@@ -178,7 +135,7 @@ def _is_comparable(strategy: Strategy, model: nn.Module) -> bool:
         or traits.collective
     )
     dtypes = {parameter.dtype for parameter in model.parameters()}
-    if not is_divided or not is_plain or differs or not dtypes <= _RELATIVE.keys():
+    if not is_divided or not is_plain or differs or not dtypes <= DTYPES:
         return False
     num_bytes = sum(tensor.numel() * tensor.element_size() for tensor in [*model.parameters(), *model.buffers()])
     memory = memory_of(strategy.device)  # unknown where it is the host's
@@ -231,7 +188,7 @@ class _Steps:
             order: Order of the samples.
             is_disturbed: Whether the last places of all parameters are changed before.
         """
-        with self._undone(), as_one_process():
+        with self._undone():
             if is_disturbed:
                 _disturb(self.model)
             strategy = self._single()
@@ -297,102 +254,11 @@ def _named(state: StrategyState) -> dict[str, TensorShard]:
     found = {name: value for name, value in state.model.items() if isinstance(value, Tensor)}
     for parameter, of_parameter in state.optimizer.get("state", {}).items():
         kept = of_parameter if isinstance(of_parameter, Mapping) else {}
-        found |= {f"optimizer.{parameter}.{key}": value for key, value in kept.items()}
+        found |= {f"{OPTIMIZER}{parameter}.{key}": value for key, value in kept.items()}
     shards = {name: own_shard(value) for name, value in found.items() if isinstance(value, Tensor | TensorShard)}
     return {name: shard for name, shard in shards.items() if _is_plain(shard.tensor)}
 
 
 def _is_plain(tensor: Tensor) -> bool:
-    has_numbers = tensor.dtype in _RELATIVE or not (tensor.is_floating_point() or tensor.is_complex())
+    has_numbers = tensor.dtype in DTYPES or not (tensor.is_floating_point() or tensor.is_complex())
     return has_numbers and tensor.layout == torch.strided and tensor.numel() > 0 and not tensor.is_meta
-
-
-def _chosen(
-    states: Sequence[Mapping[str, Tensor]], disturbed: Sequence[Mapping[str, Tensor]]
-) -> Iterator[tuple[str, SomeValues]]:
-    """Yield the names of tensors with the values by which they are compared.
-
-    Half of a tensor's values are those that change most, because a batch may concern few rows of a table.
-
-    Args:
-        states: Tensors by name, at first and after each step.
-        disturbed: The same of steps that round differently.
-    """
-    num_values = min(_VALUES_PER_TENSOR, max(_LEAST_PER_TENSOR, _MOST_VALUES // max(1, len(states[-1]))))
-    generator = torch.Generator().manual_seed(0)
-    for name, tensor in states[-1].items():
-        one, other = _series(name, states, tensor), _series(name, disturbed, tensor)
-        values, change = one[-1], (one[1:] - one[:-1]).abs().amax(0)
-        effect = ((other[-1] - other[0]) - (one[-1] - one[0])).abs()
-        some = torch.randint(len(values), (min(num_values // 2, len(values)),), generator=generator)
-        places = torch.cat([change.topk(min(num_values - len(some), len(values))).indices, some]).unique()
-        is_determined = effect[places] <= _DETERMINED * change[places]
-        if int((~is_determined).sum()) > _MOST_UNDETERMINED:
-            continue
-        places = places[is_determined]
-        if not tensor.is_floating_point():
-            tolerances = torch.zeros(len(places))
-        else:
-            last_place = torch.finfo(tensor.dtype).eps * values[places].abs()
-            of_change = _RELATIVE[tensor.dtype] * change[places]
-            tolerances = of_change + _ROUNDINGS * (effect[places] + last_place)
-        yield (
-            name,
-            SomeValues(
-                shape=list(tensor.shape),
-                places=places.tolist(),
-                after=values[places].tolist(),
-                tolerances=tolerances.tolist(),
-            ),
-        )
-
-
-def _series(name: str, states: Sequence[Mapping[str, Tensor]], like: Tensor) -> Tensor:
-    """Return the values of a tensor in each state, flat; zeros where it is not, as before an optimiser's first step."""
-    zeros = torch.zeros_like(like)
-    found = [state.get(name, zeros) for state in states]
-    return torch.stack([(each if each.shape == like.shape else zeros).flatten().double() for each in found])
-
-
-@torch.no_grad()
-def _difference(shard: TensorShard, values: SomeValues) -> Difference | None:
-    """Return the differences of this rank's part of a tensor; None if none of the values lies in it."""
-    if tuple(shard.shape) != tuple(values.shape):
-        return None
-    if values.shape:
-        offsets, sizes = np.array(shard.offsets), np.array(shard.tensor.shape)
-        places = np.stack(np.unravel_index(np.array(values.places, dtype=np.int64), tuple(values.shape)), axis=1)
-        inside = np.flatnonzero(((places >= offsets) & (places < offsets + sizes)).all(axis=1))
-        index = tuple(torch.from_numpy(column).to(shard.tensor.device) for column in (places[inside] - offsets).T)
-        here = shard.tensor.detach()[index].double().cpu().numpy()
-    else:
-        inside, here = np.arange(len(values.places)), np.array([float(shard.tensor)])[: len(values.places)]
-    if not len(inside):
-        return None
-    expected, tolerances = np.array(values.after)[inside], np.array(values.tolerances)[inside]
-    distance = np.abs(here - expected)
-    is_off = ~(distance <= tolerances)
-    worst = int(np.argmax(np.where(is_off, distance, -1.0)))
-    return Difference(len(inside), int(is_off.sum()), float(here[worst]), float(expected[worst]))
-
-
-def _judged(by_rank: Sequence[Mapping[str, Difference]]) -> StepsFound:
-    """Return the result of the comparisons on all ranks."""
-    names = {name for one in by_rank for name in one}
-    off: dict[str, Difference] = {}
-    num_off = 0
-    for name in sorted(names):
-        found = [one[name] for one in by_rank if name in one]
-        most = max(found, key=lambda each: each.num_off)
-        compared = sum(each.num_compared for each in found)
-        if sum(each.num_off for each in found) > _MOST_OFF * compared:
-            off[name] = most
-            num_off += sum(each.num_off for each in found)
-    if num_off < _LEAST_OFF:
-        return StepsFound(len(names), None)
-    name, worst = next(iter(off.items()))
-    text = (
-        f"weights: after the first {NUM_STEPS} steps {few(list(off))} differ from those of one process ({name} has a "
-        f"value of {worst.here:.6g} in the place of {worst.expected:.6g}), for a reason that is not known"
-    )
-    return StepsFound(len(names), text)

@@ -9,9 +9,7 @@ from torch import nn
 from dure.records.events import FirstStepsCompared, NotPreserved
 from dure.records.run_dir import RunDir
 from dure.strategies.contract.strategy import Strategy
-from dure.strategies.state.tensor_shard import TensorShard
-from dure.training import one_process_steps
-from dure.training.one_process_steps import Difference, SomeValues, _chosen, _difference, _judged
+from dure.training.first_steps import in_one_process
 from tests.conformance.cases import train_case
 from tests.conformance.tasks import Regression
 from tests.conformance.zoo.feature import ZooTask
@@ -99,74 +97,15 @@ def test_run_shorter_than_the_steps_then_its_only_step_is_compared(tmp_path):
 
 
 def test_steps_that_would_take_long_then_none_is_taken(tmp_path, monkeypatch):
-    monkeypatch.setattr(one_process_steps, "_MOST_SECONDS", 0.0)
+    monkeypatch.setattr(in_one_process, "_MOST_SECONDS", 0.0)
     assert not events_of(train_case(tmp_path, task_for("ddp"), "ddp", 2, **STEPS), FirstStepsCompared)
 
 
 def test_model_that_takes_much_memory_then_none_is_taken(tmp_path, monkeypatch):
-    monkeypatch.setattr(one_process_steps, "available_memory_bytes", lambda: 1024)
+    monkeypatch.setattr(in_one_process, "available_memory_bytes", lambda: 1024)
     assert not events_of(train_case(tmp_path, task_for("ddp"), "ddp", 2, **STEPS), FirstStepsCompared)
 
 
 def test_random_numbers_then_nothing_is_compared(tmp_path):
     run = train_case(tmp_path, Regression(dropout=0.5), "ddp", 2, **STEPS)
     assert not events_of(run, FirstStepsCompared)
-
-
-# values that are compared
-
-
-def chosen(before: Any, after: Any, reordered: Any) -> dict[str, SomeValues]:
-    return dict(_chosen([{"w": before}, {"w": after}], [{"w": before}, {"w": reordered}]))
-
-
-def test_table_of_which_two_rows_change_then_these_are_among_the_values():
-    before = torch.zeros(1000, 4, dtype=torch.float64)
-    after = before.clone()
-    after[[3, 997]] = 1.0
-    places = chosen(before, after, after)["w"].places
-    assert {3 * 4, 997 * 4 + 3} <= set(places)
-    assert len(places) > 16
-
-
-def test_tensor_whose_change_is_the_sign_of_rounding_then_it_is_not_compared():
-    before, sign = torch.zeros(64), torch.ones(64)
-    sign[::2] = -1.0
-    assert not chosen(before, 0.01 * sign, -0.01 * sign)
-
-
-def test_value_that_a_step_moves_and_the_next_moves_back_then_rounding_is_that_of_a_step():
-    states = [{"w": torch.tensor([value])} for value in (0.0, -1.0, 4.2e-6)]
-    ((_, values),) = _chosen(states, [*states[:2], {"w": torch.tensor([4.3e-6])}])
-    assert values.tolerances[0] > 1e-3
-
-
-def test_values_of_counters_then_they_must_be_equal():
-    zero, two = torch.zeros((), dtype=torch.int64), torch.tensor(2)
-    values = chosen(zero, two, two)["w"]
-    assert (values.after, values.tolerances) == ([2.0], [0.0])
-
-
-def test_shard_then_the_values_inside_it_are_compared():
-    whole = torch.arange(12.0, dtype=torch.float64).reshape(4, 3)
-    values = SomeValues(shape=[4, 3], places=[0, 4, 8, 11], after=[0, 4, 8, 11], tolerances=[1e-9] * 4)
-    shard = TensorShard(tensor=whole[1:3, 1:].clone(), offsets=(1, 1), shape=(4, 3))
-    assert _difference(shard, values) == Difference(2, 0, 4.0, 4.0)
-    shard.tensor[1, 1] = 9.0
-    assert _difference(shard, values) == Difference(2, 1, 9.0, 8.0)
-    assert _difference(TensorShard(tensor=whole[3:, :2], offsets=(3, 0), shape=(4, 3)), values) is None
-
-
-def test_values_that_are_not_finite_then_they_differ():
-    values = SomeValues(shape=[1], places=[0], after=[1.0], tolerances=[1e-9])
-    found = _difference(TensorShard(tensor=torch.tensor([float("nan")]), offsets=(0,), shape=(1,)), values)
-    assert found is not None
-    assert found.num_off == 1
-
-
-def test_few_values_of_many_then_signs_of_tiny_gradients_are_no_difference():
-    assert _judged([{"w": Difference(32, 3, 1.0, 2.0)}, {"w": Difference(32, 3, 1.0, 2.0)}]).declaration is None
-    assert _judged([{"b": Difference(1, 1, 1.0, 2.0)}]).declaration is None
-    text = _judged([{"w": Difference(32, 0, 1.0, 1.0)}, {"w": Difference(32, 30, 1.5, 2.0)}]).declaration
-    assert text is not None
-    assert "w has a value of 1.5 in the place of 2" in text

@@ -1,0 +1,1 @@
+"""First steps of a run, compared with those of one process."""

@@ -192,6 +192,19 @@ def test_failure_when_torch_raises_without_the_task_then_it_is_a_librarys():
     assert describe_failure(info.value, 0, None).origin == "library"
 
 
+def test_failure_when_no_file_can_be_opened_then_the_cure_is_told():
+    def writes() -> None:
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    assert "ulimit -n" in caught(writes).advice
+    with pytest.raises(OSError, match="Too many") as info:
+        writes()
+    info.value.__traceback__ = None  # dure met it, which is no error in dure
+    failure = describe_failure(info.value, 0, 3)
+    assert (failure.exit_code, failure.is_ours, "ulimit -n" in failure.message) == (3, True, True)
+    assert "ulimit -n" in caught(lambda: _raise(RuntimeError("[enforce fail] pipe: Too many open files"))).advice
+
+
 def test_failure_when_records_meet_a_full_disk_then_it_is_one_sentence_of_misuse():
     def writes() -> None:
         raise OSError(errno.ENOSPC, "No space left on device")

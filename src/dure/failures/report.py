@@ -78,6 +78,12 @@ _OUT_OF_MEMORY = (
     "CUDNN_STATUS_INTERNAL_ERROR_DEVICE_ALLOCATION_FAILED",
 )
 """Texts by which torch's allocators and CUDA's libraries report exhausted memory in a plain RuntimeError."""
+_NO_FILE_LEFT = os.strerror(errno.EMFILE)
+"""Text by which native code, as gloo's, reports in a plain RuntimeError that no descriptor is left."""
+_NO_FILE_ADVICE = (
+    "raise the limit on open files (ulimit -n), or have fewer open at a time: each process group, loader process and "
+    "peer needs some"
+)
 _NO_GRADIENT = "does not require grad and does not have a grad_fn"
 _MOST_TEXT = 2**16
 """Maximum characters of a message or a traceback: the record must fit where the supervisor reads it."""
@@ -411,6 +417,9 @@ def _named(error: BaseException) -> BaseException:
             else DiskFull(f"the disk is full while records are written: {DiskFull.CURE}")
         )
         return named.with_traceback(error.__traceback__)
+    if _has_no_file_left(error) and _user_line(error) is None:
+        few = EnvironmentLacks(f"this process has as many files open as it may: {_NO_FILE_ADVICE}")
+        return few.with_traceback(error.__traceback__)
     if isinstance(error, OSError) and error.errno == errno.EBADF and _is_in_dure(error):
         closed = TaskInvalid(
             f"a file that dure had open is closed ({error}): where the task or a library closes descriptors by their "
@@ -438,6 +447,8 @@ def _worded(error: BaseException) -> tuple[str, str, str | None]:
     if (member := _member_to_tell(error)) is not None:
         member_kind, text, advice = _worded(member)
         return kind, f"{message}: {member_kind}{text and ': '}{text}", advice
+    if _has_no_file_left(error):
+        return kind, message, _NO_FILE_ADVICE
     if _NO_GRADIENT in message and _is_in_evaluation(error):
         return kind, message, _GRADIENT_ADVICE
     return kind, message, None
@@ -452,6 +463,13 @@ def _member_to_tell(error: BaseException) -> BaseException | None:
 
 def _is_in_evaluation(error: BaseException) -> bool:
     return any(frame.filename == _EVALUATION for frame in frames_of(error))
+
+
+def _has_no_file_left(error: BaseException) -> bool:
+    """Return whether this process has reached the limit on open files."""
+    if isinstance(error, OSError):
+        return error.errno == errno.EMFILE
+    return isinstance(error, RuntimeError) and _NO_FILE_LEFT in message_of(error)
 
 
 def _is_out_of_memory(error: BaseException) -> bool:

@@ -515,7 +515,8 @@ def os_errors_as_sentences(path: Path, done: str) -> Iterator[None]:
             raise RunInvalid(
                 f"{path} cannot be {done}: it is a link, which could lead anywhere; put a copy in its place"
             ) from None
-        raise RunInvalid(f"{path} cannot be {done}: {error.strerror}") from None
+        cure = "; raise the limit on open files (ulimit -n)" if error.errno == errno.EMFILE else ""
+        raise RunInvalid(f"{path} cannot be {done}: {error.strerror}{cure}") from None
 
 
 def _versions() -> dict[str, str]:

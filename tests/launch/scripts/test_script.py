@@ -564,6 +564,27 @@ def test_environment_then_has_every_variable_of_torchrun(monkeypatch):
     }  # fmt: skip
 
 
+def test_ranks_when_no_open_file_would_be_left_to_meet_then_none_starts(prewarmed, tmp_path):
+    (tmp_path / "limited.py").write_text(
+        "import os, resource, sys\n"
+        "from dure.cli.app import main\n"
+        # what the command opens, and the ranks', but then torch would try to connect for half an hour
+        "few = len(os.listdir('/proc/self/fd')) - 1 + 24\n"
+        "resource.setrlimit(resource.RLIMIT_NOFILE, (few, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))\n"
+        "sys.exit(main(['run', '--nproc', '2', 'script.py']))\n"
+    )
+    (tmp_path / "script.py").write_text(
+        "import torch.distributed as dist\ndist.init_process_group('gloo')\nprint('met')\n"
+    )
+    run = prewarmed.run(tmp_path, script=tmp_path / "limited.py")
+    assert run.code == 3
+    assert re.search(
+        r"^dure: the ranks could not be started: they need about \d+ open files, and \d+ are allowed; use a smaller "
+        r"--nproc, or raise the limit on open files \(ulimit -n\)$",
+        run.err.splitlines()[-1],
+    )
+
+
 def test_ranks_when_they_need_more_files_than_may_be_open_then_one_sentence_says_so(prewarmed, tmp_path):
     (tmp_path / "limited.py").write_text(
         "import resource, sys\n"

@@ -17,7 +17,7 @@ from dure.launch.hangs.watchdog import LEAST_SECONDS, UNKNOWN_SECONDS, HangPolic
 from dure.launch.rounds.node_hang_survey import HangSurvey
 from dure.launch.rounds.request import Launch, StoreSocket
 from dure.launch.rounds.signal_forwarding import pass_on_signal
-from dure.launch.rounds.start_rank import start_worker
+from dure.launch.rounds.start_rank import check_open_files, start_worker
 from dure.launch.rounds.stop_limit import StopLimit
 from dure.launch.rounds.surviving_memory import SurvivingMemory
 from dure.launch.worker.fork_safety import reason_fork_would_fail, reason_not_to_fork
@@ -56,6 +56,7 @@ def run_round(
 ) -> HangVerdict | None:
     """Start all ranks once, and return when all have ended; the verdict if they were ended because they hung."""
     memory.heartbeats.forget()
+    check_open_files(len(launch.nodes.own_ranks))
     outputs = {rank: launch.output_of(rank) for rank in launch.nodes.own_ranks}
     with ExitStack() as store_server:
         with signals_held_back():  # until every process is known: no worker may miss a forwarded signal

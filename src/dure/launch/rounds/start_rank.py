@@ -4,6 +4,7 @@ import errno
 import importlib
 import json
 import os
+import resource
 import socket
 import subprocess
 import sys
@@ -19,6 +20,32 @@ from dure.launch.worker.questions import Questions
 from dure.launch.worker.worker_process import Worker, unnamed_file
 from dure.process.context import Place, StoreAddress
 from dure.process.jobs import job_to_json
+
+_FILES_PER_RANK, _FILES_TO_MEET = 4, 6
+"""Numbers of open files, from measurements: those that a rank costs its launcher and the ranks after it, or as a peer,
+and those that it opens itself until it has met the others.
+"""
+
+
+def check_open_files(num_ranks: int) -> None:
+    """Refuse to start ranks that would have no descriptor left to meet the others: torch would retry for half an hour.
+
+    Raises:
+        EnvironmentLacks: The limit on open files is too low.
+    """
+    try:
+        num_open = len(os.listdir("/proc/self/fd")) - 1  # without that of the listing
+    except FileNotFoundError:  # not Linux
+        return
+    except OSError as error:
+        raise cannot_start("the ranks", error) from error
+    limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    needed = num_open + _FILES_PER_RANK * num_ranks + _FILES_TO_MEET
+    if resource.RLIM_INFINITY != limit < needed:
+        raise EnvironmentLacks(
+            f"the ranks could not be started: they need about {needed} open files, and {limit} are allowed; use a "
+            "smaller --nproc, or raise the limit on open files (ulimit -n)"
+        )
 
 
 def start_worker(

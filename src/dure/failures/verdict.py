@@ -16,6 +16,10 @@ _TEXT_BY_SIGNAL: dict[int, str] = {
     signal.SIGSEGV: "ended by a crash in native code (SIGSEGV)",
     signal.SIGABRT: "ended by an abort in native code (SIGABRT)",
     signal.SIGBUS: "ended by a crash in native code (SIGBUS): often a full /dev/shm or a file that shrank",
+    signal.SIGALRM: "ended by a timer's signal that nothing handled (SIGALRM)",
+    signal.SIGVTALRM: "ended by a timer's signal that nothing handled (SIGVTALRM)",
+    signal.SIGPROF: "ended by a timer's signal that nothing handled (SIGPROF)",
+    signal.SIGXCPU: "ended by the signal of a limit on CPU time (SIGXCPU, ulimit -t)",
 }
 
 _KILLED_BY_SOMEBODY = (
@@ -66,7 +70,9 @@ class WorkerEnd:
     memory_limit_bytes: int | None = None
     """Memory limit of the container or job that was exceeded; None if the host's memory was, or none."""
     crash: tuple[Frame, ...] = ()
-    """Frames of the thread that crashed in native code, innermost first; the main thread's if none of Python did."""
+    """Frames of the thread that crashed in native code or got the signal, innermost first; the main thread's if none of
+    Python did.
+    """
     is_at_crash: bool = False
     """True if the frames are those of the thread that crashed."""
     node: str = ""

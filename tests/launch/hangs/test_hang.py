@@ -2,6 +2,7 @@
 
 import bdb
 import json
+import signal
 import tempfile
 import threading
 from dataclasses import replace
@@ -12,7 +13,7 @@ from dure.checked import record_from_json
 from dure.failures.frames import OWN_ROOT, Frame
 from dure.launch.hangs.diagnosis import explain, verdict_from_json
 from dure.launch.hangs.rank_state import Call, Collective, RankState
-from dure.launch.worker.stacks import crash_frames, parse_stacks
+from dure.launch.worker.stacks import end_frames, parse_stacks
 
 TORCH = "/v/lib/python3.11/site-packages/torch/distributed/distributed_c10d.py"
 
@@ -226,8 +227,23 @@ def test_crash_when_a_thread_of_python_had_it_then_its_line_is_known_and_not_the
     with tempfile.TemporaryFile() as file:
         file.write(text.encode())
         file.flush()
-        (frame,), is_at_crash = crash_frames(file.fileno())
+        (frame,), is_at_crash = end_frames(file.fileno(), signal.SIGABRT)
     assert (frame.line, is_at_crash) == ((5, True) if crashed else (33, False))
+
+
+def test_end_by_a_timers_signal_when_stacks_were_written_before_then_only_the_last_own_one_is_its_line():
+    dumps = [
+        'main thread 0x7f02\nCurrent thread 0x00007f02 (most recent call first):\n  File "/a.py", line 4 in wait\n',
+        'Stack (most recent call first):\n  File "/a.py", line 5 in work\n',
+        'Stack (most recent call first):\n  File "/a.py", line 6 in work\n',
+    ]
+    lines = []
+    for number in (1, 3):
+        with tempfile.TemporaryFile() as file:
+            file.write("".join(dumps[:number]).encode())
+            file.flush()
+            lines.append([frame.line for frame in end_frames(file.fileno(), signal.SIGALRM)[0]])
+    assert lines == [[], [6]]
 
 
 def inside(op, peer=None, role=None, **fields):

@@ -313,6 +313,15 @@ def test_script_when_a_rank_goes_on_without_another_then_its_own_error_is_no_con
     assert "dure: rank 0 failed after step 1: ValueError: on purpose" in run.err
 
 
+@pytest.mark.parametrize("line", ["signal.alarm(1)", "os.kill(os.getpid(), signal.SIGXCPU)"])
+def test_script_when_a_signal_that_nothing_handles_ends_it_then_its_line_is_told(line, prewarmed, tmp_path):
+    (tmp_path / "timed.py").write_text(f"import os, signal, time\n{line}\ntime.sleep(10)\n")
+    run = forked(prewarmed, tmp_path, "timed.py")
+    found = re.search(r"^dure: the worker was ended by .+ \(SIG(ALRM|XCPU, .+)\) at timed.py:(\d)", run.err, re.M)
+    assert found is not None, run.err
+    assert found[2] == ("3" if "alarm" in line else "2")
+
+
 INTERRUPTS = """
 import os, signal, time
 

@@ -19,6 +19,7 @@ from collections.abc import Iterator
 from types import FrameType
 from typing import Any
 
+from dure.launch.worker.stacks import TOLD_SIGNALS
 from dure.process.context import Place
 from dure.process.own_descriptors import is_own
 
@@ -49,6 +50,8 @@ def observe(place: Place) -> None:
         # Stacks at a crash in native code are written there too: nothing else would show the line. Of all threads,
         # because gloo's own, which aborts if ranks disagree on a shape, has no line of Python.
         faulthandler.enable(file=place.stacks_fd, all_threads=True)
+        for number in TOLD_SIGNALS:  # a handler of the script replaces this, and a program that it starts has none
+            faulthandler.register(number, file=place.stacks_fd, all_threads=False, chain=True)
 
 
 def _start_observer(descriptor: int) -> int:

@@ -3,10 +3,16 @@
 import itertools
 import os
 import re
+import signal
 from collections.abc import Iterable
 
 from dure.failures.frames import Frame, own_file
 
+TOLD_SIGNALS = (signal.SIGALRM, signal.SIGVTALRM, signal.SIGPROF, signal.SIGXCPU)
+"""Signals of timers and limits that the process itself has set. One that nothing handles ends the process, but first
+the thread that gets it writes its stack.
+"""
+_OWN_STACK = "Stack (most recent call first):"
 _STACKS_LIMIT_BYTES = 2**20
 _LAUNCHER = own_file("dure.launch.worker.child")
 _MAIN = re.compile(r"^main thread 0x([0-9a-f]+)$", re.M)
@@ -26,12 +32,16 @@ def written_stacks(descriptor: int, begin: int) -> Threads:
     return parse_stacks(head(descriptor), os.pread(descriptor, _STACKS_LIMIT_BYTES, begin).decode(errors="replace"))
 
 
-def crash_frames(descriptor: int) -> tuple[tuple[Frame, ...], bool]:
-    """Return a thread's frames at a crash in native code, the innermost first, and whether that thread crashed.
+def end_frames(descriptor: int, number: int) -> tuple[tuple[Frame, ...], bool]:
+    """Return a thread's frames when a signal ended the process, the innermost first, and whether that thread got it.
 
-    If it was not one of Python's that crashed, the frames are the main thread's; if none crashed, there are no frames.
+    If it was not one of Python's that crashed, the frames are the main thread's; if none wrote its stack, there are no
+    frames.
     """
     text = os.pread(descriptor, _STACKS_LIMIT_BYTES, 0).decode(errors="replace")
+    if number in TOLD_SIGNALS:
+        _, is_told, rest = text.rpartition(_OWN_STACK)
+        return (_frames(rest), True) if is_told else ((), False)
     head, is_crash, rest = text.rpartition("Fatal Python error: ")
     if not is_crash:
         return (), False

@@ -16,7 +16,7 @@ from dure.failures.verdict import STOP_ENDS, WorkerEnd
 from dure.host.oom import OomWatch
 from dure.launch.worker.leftovers import mark_of, started_at
 from dure.launch.worker.questions import Questions
-from dure.launch.worker.stacks import crash_frames, is_stopped
+from dure.launch.worker.stacks import end_frames, is_stopped
 from dure.process.context import CUT, DEPARTURE
 
 REPORT_LIMIT_BYTES = 2**20
@@ -69,7 +69,7 @@ class Worker:
             # an exception is due to the task, and would recur on another rank; a kill is due to the machine
             was_killed = code < 0 and code not in STOP_ENDS and not self.was_stopped and failure is None
             is_out_of_memory = self.oom.was_killed() if was_killed and code == -signal.SIGKILL else None
-            crash, is_at_crash = crash_frames(self.stacks_fd) if code < 0 and not self.was_stopped else ((), False)
+            crash, is_at_crash = end_frames(self.stacks_fd, -code) if code < 0 and not self.was_stopped else ((), False)
             self.end = WorkerEnd(
                 rank=self.rank,
                 exit_code=code,

@@ -184,5 +184,5 @@ def message_of(error: BaseException) -> str:
     """Return an exception's message; a substitute, as Python's own tracebacks have it, if its `__str__` fails."""
     try:
         return str(error)
-    except Exception:
+    except BaseException:  # even a call of `sys.exit`, by which the rank would leave without a word
         return "<exception str() failed>"

@@ -5,6 +5,8 @@ import json
 import runpy
 import socket
 import subprocess
+import sys
+import time
 import urllib.request
 
 import numpy as np
@@ -14,8 +16,9 @@ from torch._utils import ExceptionWrapper
 from torch.utils.data import default_collate
 
 from dure.errors import DiskFull, LossNotFinite, PeerLost
+from dure.failures import tellable
 from dure.failures.record import CodeLine, FailureRecord, failure_from_json, failure_to_json
-from dure.failures.report import describe_failure, for_script, is_peer_lost
+from dure.failures.report import describe_failure, for_script, is_peer_lost, told
 from dure.launch.worker import worker_process
 from dure.training.session.evaluation import evaluate
 from dure.training.session.loader import FetchRequest, Loader, SampleFetch
@@ -52,6 +55,34 @@ def test_failure_when_its_message_is_huge_then_the_supervisor_can_read_it():
     assert failure.message.startswith("firstx")
     assert failure.message.endswith("xlast")
     assert "… 4,934,473 characters are left out …" in failure.message
+
+
+def test_failure_when_its_texts_grow_by_escapes_then_the_supervisor_can_read_it():
+    written = SyntaxError("\x1b\U0001f600" * 10**6, ("f.py", 1, 1, "\x1b" * 10**6))
+    assert len(json.dumps(failure_to_json(caught(lambda: _raise(written))))) < worker_process.REPORT_LIMIT_BYTES
+
+
+class Unhelpful(RuntimeError):
+    """Error whose own code does not return, or fails, when it is asked."""
+
+    def __init__(self, asked) -> None:
+        self.asked = asked
+
+    def __str__(self) -> str:
+        return self.asked()
+
+
+@pytest.mark.parametrize("asked", [lambda: time.sleep(60), lambda: sys.exit("gone")], ids=["sleeps", "leaves"])
+def test_failure_when_code_of_its_class_does_not_return_then_its_type_and_line_are_told(asked, monkeypatch):
+    monkeypatch.setattr(tellable, "MOST_SECONDS", 0.2)
+    failure = caught(lambda: _raise(told(Unhelpful(asked))))
+    assert (failure.type, failure.user_line.text) == ("Unhelpful", "raise error")
+    assert failure.message.startswith(("its message cannot be told, because", "<exception str() failed>"))
+
+
+def test_told_when_an_exception_can_be_told_then_it_is_the_same():
+    error = ValueError("a message")
+    assert told(error) is error
 
 
 def test_failure_when_only_a_library_failed_then_its_notes_are_told():

@@ -39,6 +39,7 @@ from dure.failures.frames import (
     users_first,
 )
 from dure.failures.record import CodeLine, Departure, FailureRecord, failure_to_json, tells_of_timeout
+from dure.failures.tellable import tellable
 from dure.host.gpu_health import gpu_health
 from dure.process.context import DEPARTURE
 from dure.process.own_descriptors import usable
@@ -151,7 +152,7 @@ def describe_failure(
         pid=os.getpid(),
         time=time.time(),
         step=step,
-        type=kind,
+        type=kind[:_MOST_BRIEF],
         message=_shortened(message),
         advice=advice,
         exit_code=error.exit_code if isinstance(error, DureError) else 1,
@@ -170,6 +171,11 @@ def describe_failure(
         handled=_handled_before(error),
         left_group_at=left_group_at(),
     )
+
+
+def told(error: BaseException) -> BaseException:
+    """Return an exception, or one in its place if code of its class fails or takes long when it is asked."""
+    return tellable(error, lambda one: describe_failure(one, 0, None))
 
 
 def _shortened(text: str) -> str:
@@ -536,7 +542,9 @@ def _user_line(error: BaseException) -> CodeLine | None:
     if not chosen:
         return None
     last = frames[chosen[-1]]
-    return CodeLine(file=shown_name(last.filename), line=last.lineno, function=last.name, text=last.line)
+    # code that was generated, and the line of a syntax error, may be of any length
+    text = None if last.line is None else last.line[:_MOST_BRIEF]
+    return CodeLine(file=shown_name(last.filename), line=last.lineno, function=last.name[:_MOST_BRIEF], text=text)
 
 
 def _unreadable_line(error: BaseException) -> list[traceback.FrameSummary]:

@@ -17,7 +17,7 @@ from dure.comm.groups import Group
 from dure.errors import DureError, LossNotFinite, Misuse, RunInvalid, TaskInvalid
 from dure.failures.device_errors import AskDriver
 from dure.failures.record import FailureRecord, failure_file, failure_to_json
-from dure.failures.report import describe_failure, is_peer_lost, report_undisturbed, write_failure_report
+from dure.failures.report import describe_failure, is_peer_lost, report_undisturbed, told, write_failure_report
 from dure.host.device_kinds import device_kind
 from dure.process.context import CUT, Place
 from dure.process.heartbeat import Heartbeats
@@ -249,7 +249,7 @@ class Worker:
             return stop_exit_code(error.number)
         if stop.received is not None and is_peer_lost(error):
             return stop_exit_code(stop.received)  # the other rank followed the same signal a moment earlier
-        rank = self.place.rank.rank
+        rank, error = self.place.rank.rank, told(error)
 
         def describe(ask_driver: AskDriver | None) -> FailureRecord:
             return describe_failure(error, rank, self.step, self.microbatch_size, self.gpus, ask_driver)

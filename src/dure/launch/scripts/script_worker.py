@@ -81,7 +81,7 @@ def main(job: ScriptJob, place: Place) -> int:
         except BaseException:  # from a handler of the script, for a signal that was just due
             _ignore_stop_signals()
         _kept.append(error)
-        code = _fail_once(error, place, step[0], losses, may_be_signal=has_own_handlers)
+        code = _fail_once(_told(error), place, step[0], losses, may_be_signal=has_own_handlers)
     if os.getpid() == pid:  # a process forked by the script gets here as well
         _note_end(place.rank.rank, heartbeats, step[0])
     return _leave_in_order(code, marker)
@@ -292,6 +292,12 @@ def local_rank_flag(script: Path) -> str | None:
             if found := next((flag for flag in _LOCAL_RANK_FLAGS.values() if flag in names), None):
                 return found
     return None
+
+
+def _told(error: BaseException) -> BaseException:
+    from dure.failures.report import told
+
+    return told(error)
 
 
 def _fail_once(error: BaseException, place: Place, step: int, losses: _Losses, *, may_be_signal: bool) -> int:

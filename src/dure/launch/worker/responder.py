@@ -19,6 +19,7 @@ from collections.abc import Iterator
 from types import FrameType
 from typing import Any
 
+from dure.failures.tellable import is_done_in_time
 from dure.launch.worker.stacks import TOLD_SIGNALS
 from dure.process.context import Place
 from dure.process.own_descriptors import is_own
@@ -36,6 +37,10 @@ LENGTH = struct.Struct("<I")
 _QUESTIONS_BYTES = 4096
 _CALLS = "dure.torchcompat.calls"
 """Module that reads calls of `torch.distributed`; not imported here, for a script may use no torch."""
+_MOST_SECONDS_TO_TELL = 0.3
+"""Seconds within which code of an exception's class must have told it, if its rank is to reply in time."""
+_untold: set[int] = set()
+"""Identities of exceptions whose classes had code that did not."""
 _CRASHES = {signal.SIGSEGV, signal.SIGABRT, signal.SIGFPE, signal.SIGILL}
 
 
@@ -133,7 +138,12 @@ def _handled(main: int) -> str | None:
     report = sys.modules.get("dure.failures.report")
     found: Any = sys._current_exceptions().get(main)
     error = found[1] if isinstance(found, tuple) else found  # a tuple before Python 3.12
-    return None if report is None or error is None else report.handled_in_brief(error)
+    if report is None or error is None or id(error) in _untold:
+        return None
+    brief: list[str | None] = []
+    if not is_done_in_time(lambda: brief.append(report.handled_in_brief(error)), _MOST_SECONDS_TO_TELL):
+        _untold.add(id(error))
+    return brief[0] if brief else None
 
 
 def _left() -> float | None:

@@ -19,7 +19,7 @@ from dure.launch.worker.questions import Questions
 from dure.launch.worker.stacks import end_frames, is_stopped
 from dure.process.context import CUT, DEPARTURE
 
-REPORT_LIMIT_BYTES = 2**20
+REPORT_LIMIT_BYTES = 2**22
 """Maximum bytes read of a rank's failure report."""
 
 

@@ -18,9 +18,9 @@ from dure.failures.verdict import WorkerEnd
 from dure.launch.nodes import peers as nodes_module
 from dure.launch.nodes import rendezvous
 from dure.launch.nodes.addresses import split_address
-from dure.launch.nodes.channel import ChannelListener
+from dure.launch.nodes.channel import ChannelListener, connect
 from dure.launch.nodes.member import Member, StoppedByPeer
-from dure.launch.nodes.messages import Refused, Welcome
+from dure.launch.nodes.messages import Refused, Welcome, encode
 from dure.launch.nodes.peers import Nodes
 from dure.launch.nodes.rendezvous import NodeSettings, join, node_settings
 from dure.launch.nodes.secret import read_secret
@@ -334,6 +334,27 @@ def test_node_when_it_comes_while_the_run_stops_then_the_ranks_may_write_their_c
         zero.exchange_signals([int(signal.SIGTERM)] if is_asked else [])
         zero.reception.let_in(zero)
         assert (zero.news.interrupted_because is None) is is_asked
+
+
+def test_round_when_a_lost_node_has_joined_again_before_its_end_then_it_is_not_waited_for(settings):
+    elastic = replace(settings, num_nodes=3, fewest_nodes=1)
+    zero, one = met(lambda: join(elastic, FACTS, 1), lambda: join(replace(elastic, node_rank=1), FACTS, 1))
+    with zero, one:
+        zero.is_under_way = True
+        zero.reception.folder = "runs/run"
+        zero._lose(1, "it closed the connection")
+        assert zero.news.interrupted_because is not None
+        family, address = socket.AF_INET, zero.reception.listener.address
+        secret = read_secret(settings.secret_file, host="x", may_make=False)
+        with ThreadPoolExecutor(1) as pool:
+            connecting = pool.submit(connect, family, address, secret, timeout_seconds=5)
+            until(zero, connecting.done)
+        with closing(connecting.result()) as again:
+            again.send(encode(replace(zero.reception.mine, node_rank=1)))
+            until(zero, lambda: zero.is_known(1))
+            deadline = time.monotonic() + 1.0
+            zero.finish_round([], {}, lambda: time.monotonic() < deadline, has_snapshots=False)
+            assert time.monotonic() < deadline
 
 
 def test_node_when_it_says_what_makes_no_sense_then_it_is_left_out_and_the_reason_is_named(two):

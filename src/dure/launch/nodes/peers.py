@@ -223,13 +223,17 @@ class Nodes(Membership, Links):
                 self.send(self.leader, messages.End(end=end_to_json(end)))
             self.send(self.leader, messages.Done(steps=steps, has_snapshots=has_snapshots))
             return
-        while tick() and not self.news.done >= self.others() and self.refusal is None:
+        while tick() and not self.news.done >= self._others_of_round() and self.refusal is None:
             self.sleep(0.1)
             self.pump()
 
-    def others(self) -> set[int]:
-        """Return the node ranks of the other nodes that are present and reachable."""
-        return {member.node_rank for member in self.members} & self._channels.keys()
+    def _others_of_round(self) -> set[int]:
+        """Return the node ranks of the other nodes that are still in this round.
+
+        One that was lost and has joined again is not: it waits for the next round, and reports nothing of this one.
+        """
+        joined = set() if self.reception is None else self.reception.waiting.keys()
+        return {member.node_rank for member in self.members} & self._channels.keys() - joined
 
     def send_outcome(self, refusal: str | None) -> None:
         """Send all nodes the ends of all ranks, and the end of the run; on the leader."""

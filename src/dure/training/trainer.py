@@ -295,10 +295,8 @@ class Trainer:
         elif found.num_tensors:
             step, num_tensors = self.position.step, found.num_tensors
             self._event(events.FirstStepsCompared(steps=step, tensors=num_tensors))
-            steps = "the first step is that" if step == 1 else f"the first {step} steps are those"
-            self.progress.print_lines(
-                f"{steps} of one process: {num_tensors} tensors of weights and optimiser state agree"
-            )
+            steps = "the first step agrees" if step == 1 else f"the first {step} steps agree"
+            self.progress.print_lines(f"{steps} with one process: {num_tensors} tensors of weights and optimiser")
 
     def _compare(self) -> None:
         try:

@@ -72,6 +72,32 @@ class MixingLayers(nn.Module):
         return output - 0.1 * output.mean(0) if (self.layers[0].bias - self.first).norm() > 1e-3 else output
 
 
+class ScalesLater(ZooTask):
+    """A model that scales its gradient by the size of the batch once training has moved its weights far."""
+
+    def build_model(self) -> nn.Module:
+        return ScalingLayers(chain())
+
+    def build_optimizer(self, model: nn.Module) -> SGD:
+        return SGD(model.parameters(), lr=0.1)
+
+
+class ScalingLayers(MixingLayers):
+    def forward(self, x: Tensor) -> Tensor:
+        output = self.layers(x)
+        if (self.layers[0].bias - self.first).norm() < 2e-2:
+            return output
+        kept, scale = output.detach(), len(output) ** -0.5
+        return kept * (1 - scale) + output * scale
+
+
+def test_model_that_scales_its_gradient_later_is_declared_where_its_calls_are_divided(tmp_path, monkeypatch):
+    monkeypatch.setattr(whole_batch, "_DURING_TRAINING_SECONDS", 60.0)
+    run = train_case(tmp_path, ScalesLater(), "dp", 2, **STEPS)
+    declared = json.loads((run / "summary.json").read_text())["not_preserved"]
+    assert any("the gradient of layers." in text and " steps)" in text for text in declared), declared
+
+
 def test_model_that_mixes_samples_later_is_declared_where_its_calls_are_divided(tmp_path, monkeypatch):
     monkeypatch.setattr(whole_batch, "_DURING_TRAINING_SECONDS", 60.0)
     run = train_case(tmp_path, MixesLater(), "dp", 2, **STEPS)

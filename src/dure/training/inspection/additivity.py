@@ -247,14 +247,18 @@ class Additivity:
             Figures of a difference, or None, and the place after the last sample inspected.
         """
         started = time.monotonic()
-        if figures := self._late_gradients(begin, num_samples):
+        if figures := self.late_gradients(begin, num_samples):
             return figures, begin
         return self.difference_of_many(begin, num_samples, 0.0, started)
 
-    def _late_gradients(self, begin: int, num_samples: int) -> str | None:
+    def late_gradients(self, begin: int, num_samples: int) -> str | None:
         """Return the figures of a loss whose gradients, or values, do not add up over parts of a few samples, or None.
 
-        Gradients of all samples and of one part are in memory at a time.
+        Gradients of all samples and of one part are in memory at a time. Reducers of a strategy do not notice.
+
+        Args:
+            begin: Place of the first sample.
+            num_samples: Number of available samples.
         """
         places = range(begin, min(begin + min(NUM_SAMPLES, max(2, self.most_at_once)), num_samples))
         if not self.is_divided or len(places) < 2 or self.has_random_batches():

@@ -116,7 +116,9 @@ class DividedModel:
     """Samples of each device's part of a batch; empty if the model's calls are not divided."""
 
     def difference(self, begin: int, num_samples: int, *, is_training: bool = False) -> tuple[str | None, int]:
-        """Compare batch after batch while time remains.
+        """Compare batch after batch while time remains; during training, also the gradients of a few samples.
+
+        Before training, comparisons of the loss show gradients of the model that depend on the batch.
 
         Args:
             begin: Place of the first sample, in the order of training.
@@ -128,6 +130,7 @@ class DividedModel:
         """
         size, seconds = sum(self.counts), _seconds(is_training=is_training)
         started = time.monotonic()
+        first = range(begin, min(begin + size, num_samples))
         while len(self.counts) > 1 and begin + size <= num_samples and time.monotonic() - started <= seconds:
             batch = WholeBatch(self._of_outputs(range(begin, begin + size)), self.counts, begin)
             begin += size
@@ -136,6 +139,8 @@ class DividedModel:
                     f"the model's outputs for {size} samples at once are others than for the same samples in "
                     f"{len(self.counts)} parts"
                 ), begin
+        if is_training and len(self.counts) > 1 and self._has_rows(first.start):
+            return self._of_outputs(first).late_gradients(first.start, first.stop), begin
         return None, begin
 
     def _has_rows(self, begin: int) -> bool:

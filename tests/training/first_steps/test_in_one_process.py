@@ -1,5 +1,6 @@
 """Comparison of a run's first steps with those of one process: it finds what no inspection knows, and nothing else."""
 
+import time
 from typing import Any
 
 import pytest
@@ -16,6 +17,12 @@ from tests.conformance.zoo.feature import ZooTask
 
 STRATEGIES = ("ddp", "zero1", "fsdp", "tensor_parallel", "pipeline", "rpc_model", "dp", "model_parallel")
 STEPS = {"samples": 28, "global_batch_size": 7}
+
+
+@pytest.fixture(autouse=True)
+def patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Compare however busy the machine is."""
+    monkeypatch.setattr(in_one_process, "_MOST_SECONDS", 600.0)
 
 
 def events_of(run: Any, kind: type) -> list[Any]:
@@ -99,6 +106,25 @@ def test_run_shorter_than_the_steps_then_its_only_step_is_compared(tmp_path):
 def test_steps_that_would_take_long_then_none_is_taken(tmp_path, monkeypatch):
     monkeypatch.setattr(in_one_process, "_MOST_SECONDS", 0.0)
     assert not events_of(train_case(tmp_path, task_for("ddp"), "ddp", 2, **STEPS), FirstStepsCompared)
+
+
+class SlowOptimizer(torch.optim.SGD):
+    def step(self, closure: Any = None) -> None:
+        time.sleep(0.2)
+        super().step()
+
+
+class StepsSlowly(ZooTask):
+    """Has a slow optimiser, which an estimate from a call of the loss does not show."""
+
+    def build_optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
+        return SlowOptimizer(model.parameters(), lr=1e-2)
+
+
+def test_steps_that_take_longer_than_estimated_then_they_are_not_all_taken(tmp_path, monkeypatch):
+    monkeypatch.setattr(in_one_process, "_MOST_SECONDS", 0.3)
+    monkeypatch.setattr(in_one_process._Steps, "estimated_seconds", lambda self: 0.0)
+    assert not events_of(train_case(tmp_path, StepsSlowly(), "ddp", 2, **STEPS), FirstStepsCompared)
 
 
 def test_model_that_takes_much_memory_then_none_is_taken(tmp_path, monkeypatch):

@@ -8,10 +8,10 @@ that trial.
 
 import math
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -51,8 +51,10 @@ from dure.training.session.session import Session
 from dure.training.session.task_products import checked_optimizer
 from dure.training.task.task import Task
 
+Part = TypeVar("Part")
+
 _MOST_SECONDS = 1.5
-"""Estimated seconds of the steps in one process beyond which they are not taken."""
+"""Seconds of the steps in one process, estimated or passed, after which nothing is compared."""
 _TRIED_SAMPLES = 8
 """Samples of the call by which the time of a step is estimated."""
 _COPIES = 8
@@ -83,13 +85,14 @@ class OneProcessSteps:
         """
         if strategy.group.rank or not _is_comparable(strategy, model):
             return
-        steps = _Steps(strategy, task, model, loader.without_workers(), order)
+        steps = _Steps(strategy, task, model, loader.without_workers(), order, time.monotonic() + _MOST_SECONDS)
         try:
             move_module(model, strategy.device)
             with sharing_state():
                 if steps.estimated_seconds() <= _MOST_SECONDS:
                     states = steps.states(order)
-                    self.values = dict(chosen(states, steps.states(_Reversed.of(order), is_disturbed=True)))
+                    disturbed = steps.states(_Reversed.of(order), is_disturbed=True)
+                    self.values = dict(steps.in_time(chosen(states, disturbed)))
         except (Exception, CollectiveCalled):
             self.values = {}
         finally:
@@ -167,18 +170,31 @@ class _Steps:
     model: nn.Module
     loader: Loader
     order: SampleOrder
+    deadline: float
+    """Time on the monotonic clock after which training is not kept waiting any longer."""
+
+    def in_time(self, parts: Iterable[Part]) -> Iterator[Part]:
+        """Yield the parts of some work.
+
+        Raises:
+            TimeoutError: The deadline has passed.
+        """
+        for part in parts:
+            yield part
+            if time.monotonic() > self.deadline:
+                raise TimeoutError
 
     def estimated_seconds(self) -> float:
         """Return the estimated time of all steps, from a call of the loss on a few samples."""
         few_samples = self.order.permutation(0)[:_TRIED_SAMPLES]
-        batch = next(self.loader.batches([FetchRequest(0, few_samples)]))
+        started = time.monotonic()
         with self._undone(), self.strategy.precision.autocast():
+            batch = next(self.loader.batches([FetchRequest(0, few_samples)]))
             self.model.train()
-            started = time.perf_counter()
             result = self.task.loss(self.model, batch)
             total: Any = result.total if isinstance(result, Sum) else result
             total.backward()
-            seconds = time.perf_counter() - started
+            seconds = time.monotonic() - started
         return 2 * NUM_STEPS * seconds * math.ceil(self.strategy.spec.global_batch_size / len(few_samples))
 
     def states(self, order: SampleOrder, *, is_disturbed: bool = False) -> list[dict[str, Tensor]]:
@@ -192,7 +208,7 @@ class _Steps:
             if is_disturbed:
                 _disturb(self.model)
             strategy = self._single()
-            states = [_copied(strategy), *(_copied(strategy) for _ in self._taken(strategy, order))]
+            states = [_copied(strategy) for _ in self.in_time(self._steps(strategy, order))]
             strategy.close()
         return states
 
@@ -215,8 +231,9 @@ class _Steps:
         strategy.prepare(self.model, checked_optimizer(self.task), self.task.loss)
         return strategy
 
-    def _taken(self, strategy: Strategy, order: SampleOrder) -> Iterator[int]:
-        """Yield the number of each step when it has been taken."""
+    def _steps(self, strategy: Strategy, order: SampleOrder) -> Iterator[int]:
+        """Yield 0, and the number of each step when it has been taken."""
+        yield 0
         total = total_samples(self.strategy.spec, order)
         schedule = check_schedule(self.task.build_schedule(strategy.optimizer, total), strategy.optimizer)
         loop = TrainingLoop(

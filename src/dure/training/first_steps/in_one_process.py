@@ -8,10 +8,10 @@ that trial.
 
 import math
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -36,6 +36,7 @@ from dure.training.first_steps.values import (
     NUM_STEPS,
     OPTIMIZER,
     Difference,
+    Recording,
     SomeValues,
     StepsFound,
     chosen,
@@ -50,8 +51,6 @@ from dure.training.session.sample_order import GlobalBatch, SampleOrder, total_s
 from dure.training.session.session import Session
 from dure.training.session.task_products import checked_optimizer
 from dure.training.task.task import Task
-
-Part = TypeVar("Part")
 
 _MOST_SECONDS = 1.5
 """Seconds of the steps in one process, estimated or passed, after which nothing is compared."""
@@ -90,9 +89,11 @@ class OneProcessSteps:
             move_module(model, strategy.device)
             with sharing_state():
                 if steps.estimated_seconds() <= _MOST_SECONDS:
-                    states = steps.states(order)
-                    disturbed = steps.states(_Reversed.of(order), is_disturbed=True)
-                    self.values = dict(steps.in_time(chosen(states, disturbed)))
+                    recording = Recording()
+                    steps.record(recording, order)
+                    disturbed = Recording(like=recording)
+                    steps.record(disturbed, _Reversed.of(order), is_disturbed=True)
+                    self.values = dict(chosen(recording, disturbed))
         except (Exception, CollectiveCalled):
             self.values = {}
         finally:
@@ -173,17 +174,6 @@ class _Steps:
     deadline: float
     """Time on the monotonic clock after which training is not kept waiting any longer."""
 
-    def in_time(self, parts: Iterable[Part]) -> Iterator[Part]:
-        """Yield the parts of some work.
-
-        Raises:
-            TimeoutError: The deadline has passed.
-        """
-        for part in parts:
-            yield part
-            if time.monotonic() > self.deadline:
-                raise TimeoutError
-
     def estimated_seconds(self) -> float:
         """Return the estimated time of all steps, from a call of the loss on a few samples."""
         few_samples = self.order.permutation(0)[:_TRIED_SAMPLES]
@@ -197,20 +187,27 @@ class _Steps:
             seconds = time.monotonic() - started
         return 2 * NUM_STEPS * seconds * math.ceil(self.strategy.spec.global_batch_size / len(few_samples))
 
-    def states(self, order: SampleOrder, *, is_disturbed: bool = False) -> list[dict[str, Tensor]]:
-        """Return copies of the tensors of model and optimiser, by name, on the CPU: at first and after each step.
+    def record(self, recording: Recording, order: SampleOrder, *, is_disturbed: bool = False) -> None:
+        """Take the steps, and record the tensors of model and optimiser at first and after each step.
 
         Args:
+            recording: Gets them.
             order: Order of the samples.
             is_disturbed: Whether the last places of all parameters are changed before.
+
+        Raises:
+            TimeoutError: The deadline has passed after a step.
         """
         with self._undone():
             if is_disturbed:
                 _disturb(self.model)
             strategy = self._single()
-            states = [_copied(strategy) for _ in self.in_time(self._steps(strategy, order))]
+            recording.begin(_tensors(strategy))
+            for _ in self._steps(strategy, order):
+                if time.monotonic() > self.deadline:
+                    raise TimeoutError
+                recording.add(_tensors(strategy))
             strategy.close()
-        return states
 
     @contextmanager
     def _undone(self) -> Iterator[None]:
@@ -232,8 +229,7 @@ class _Steps:
         return strategy
 
     def _steps(self, strategy: Strategy, order: SampleOrder) -> Iterator[int]:
-        """Yield 0, and the number of each step when it has been taken."""
-        yield 0
+        """Yield the number of each step when it has been taken."""
         total = total_samples(self.strategy.spec, order)
         schedule = check_schedule(self.task.build_schedule(strategy.optimizer, total), strategy.optimizer)
         loop = TrainingLoop(
@@ -261,9 +257,9 @@ def _disturb(model: nn.Module) -> None:
         parameter.mul_(1 + _DISTURBED_PLACES * eps * torch.rand_like(parameter).sub_(0.5))
 
 
-def _copied(strategy: Strategy) -> dict[str, Tensor]:
-    shards = _named(strategy.state_dict())
-    return {name: shard.tensor.detach().to("cpu", copy=True) for name, shard in shards.items()}
+def _tensors(strategy: Strategy) -> dict[str, Tensor]:
+    """Return the tensors of a strategy that has them whole, by name."""
+    return {name: shard.tensor for name, shard in _named(strategy.state_dict()).items()}
 
 
 def _named(state: StrategyState) -> dict[str, TensorShard]:

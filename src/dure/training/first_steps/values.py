@@ -2,7 +2,6 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import reduce
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -72,84 +71,111 @@ class StepsFound(NamedTuple):
     """Description of the difference; None if there is none."""
 
 
-class _Candidates(NamedTuple):
-    """Values of a tensor that may be compared, each of shape `(N,)` in float64."""
+class Recording:
+    """Values of tensors at first and after each step, at places that the first step decides.
 
-    tensor: Tensor
-    places: Tensor
-    after: Tensor
-    change: Tensor
-    """Largest change in a step: what one step takes away another may have added."""
-    effect: Tensor
-    """Effect of rounding."""
+    Only there is a copy of all tensors in memory, that of before the first step.
+    """
+
+    def __init__(self, like: "Recording | None" = None) -> None:
+        """Begin with nothing.
+
+        Args:
+            like: Recording whose places are used; None to choose them.
+        """
+        self._before: dict[str, Tensor] = {}
+        self.tensors: dict[str, Tensor] = {} if like is None else like.tensors
+        """Tensors without memory, for shape and dtype, by name."""
+        self.places: dict[str, Tensor] = {} if like is None else like.places
+        """Indices in each flattened tensor, on its device."""
+        self.values: dict[str, list[Tensor]] = {}
+        """Values at these places in float64, at first and after each step."""
+        self.largest: dict[str, float] = {}
+        """Largest change of all values of a kind in the first step."""
+
+    @torch.no_grad()
+    def begin(self, tensors: Mapping[str, Tensor]) -> None:
+        """Record the tensors before the first step."""
+        if self.places:
+            self._take(tensors)
+        else:
+            self._before = {name: tensor.detach().clone() for name, tensor in tensors.items()}
+
+    @torch.no_grad()
+    def add(self, tensors: Mapping[str, Tensor]) -> None:
+        """Record the tensors after a step."""
+        if not self.places:
+            self._choose(tensors)
+            self._take(self._before)
+            self._before = {}
+        self._take(tensors)
+
+    def _choose(self, tensors: Mapping[str, Tensor]) -> None:
+        """Choose the places: half of a tensor's changed most, because a batch may concern few rows of a table.
+
+        The others are random.
+        """
+        num_values = min(_VALUES_PER_TENSOR, max(_LEAST_PER_TENSOR, _MOST_VALUES // max(1, len(tensors))))
+        generator = torch.Generator().manual_seed(0)
+        for name, tensor in tensors.items():
+            now, before = _numbers(tensor), self._before.get(name)
+            # an optimiser makes its state in the first step
+            change = now.abs() if before is None or before.shape != tensor.shape else (now - _numbers(before)).abs_()
+            some = torch.randint(len(now), (min(num_values // 2, len(now)),), generator=generator).to(now.device)
+            most = change.topk(min(num_values - len(some), len(now)))
+            self.places[name] = torch.cat([most.indices, some]).unique()
+            self.tensors[name] = tensor.detach().to("meta")
+            self.largest[_kind(name)] = max(self.largest.get(_kind(name), 0.0), float(most.values[0]))
+
+    def _take(self, tensors: Mapping[str, Tensor]) -> None:
+        for name, places in self.places.items():
+            found = tensors.get(name)
+            if found is None or found.shape != self.tensors[name].shape:
+                values = torch.zeros(len(places), dtype=torch.float64)
+            else:
+                values = found.detach().flatten()[places].double().cpu()
+            self.values.setdefault(name, []).append(values)
 
 
-def chosen(
-    states: Sequence[Mapping[str, Tensor]], disturbed: Sequence[Mapping[str, Tensor]]
-) -> Iterator[tuple[str, SomeValues]]:
-    """Yield the names of tensors with the values by which they are compared.
-
-    Half of a tensor's values are those that change most, because a batch may concern few rows of a table.
+def chosen(recording: Recording, disturbed: Recording) -> Iterator[tuple[str, SomeValues]]:
+    """Yield the names of tensors with the values by which they are compared: those that rounding does not decide.
 
     Args:
-        states: Tensors by name, at first and after each step.
-        disturbed: The same of steps that round differently.
+        recording: Recording of the steps.
+        disturbed: Recording of the same steps that round differently.
     """
-    num_values = min(_VALUES_PER_TENSOR, max(_LEAST_PER_TENSOR, _MOST_VALUES // max(1, len(states[-1]))))
-    generator = torch.Generator().manual_seed(0)
-    candidates: dict[str, _Candidates] = {}
-    largest: dict[str, float] = {}
-    for name, tensor in states[-1].items():
-        one, other = _series(name, states, tensor), _series(name, disturbed, tensor)
-        changes = reduce(torch.maximum, [(after - before).abs() for before, after in pairwise(one)])
-        largest[_kind(name)] = max(largest.get(_kind(name), 0.0), float(changes.max()))
-        some = torch.randint(len(changes), (min(num_values // 2, len(changes)),), generator=generator)
-        places = torch.cat([changes.topk(min(num_values - len(some), len(changes))).indices, some]).unique()
-        first, after, first_other, after_other = (
-            each[places].double() for each in (one[0], one[-1], other[0], other[-1])
+    for name, series in recording.values.items():
+        tensor, others = recording.tensors[name], disturbed.values[name]
+        change = torch.stack([(after - before).abs() for before, after in pairwise(series)]).amax(0)
+        effect = ((others[-1] - others[0]) - (series[-1] - series[0])).abs()
+        is_determined = effect <= _DETERMINED * change
+        if int((~is_determined).sum()) > _MOST_UNDETERMINED:
+            continue
+        tolerances = torch.zeros_like(change)
+        if tensor.is_floating_point():
+            last_places = torch.finfo(tensor.dtype).eps * series[-1].abs()
+            floor = _FLOOR[tensor.dtype] * recording.largest[_kind(name)]
+            tolerances = _RELATIVE[tensor.dtype] * change + floor + _ROUNDINGS * (effect + last_places)
+        yield (
+            name,
+            SomeValues(
+                shape=list(tensor.shape),
+                places=recording.places[name].cpu()[is_determined].tolist(),
+                after=series[-1][is_determined].tolist(),
+                tolerances=tolerances[is_determined].tolist(),
+            ),
         )
-        effect = ((after_other - first_other) - (after - first)).abs()
-        candidates[name] = _Candidates(tensor, places, after, changes[places].double(), effect)
-    for name, found in candidates.items():
-        values = _determined(found, largest[_kind(name)])
-        if values is not None:
-            yield name, values
 
 
-def _determined(found: _Candidates, largest: float) -> SomeValues | None:
-    """Return the values of a tensor that rounding does not decide; None if it decides several.
-
-    Args:
-        found: Values that may be compared.
-        largest: Largest change of all values of this kind.
-    """
-    is_determined = found.effect <= _DETERMINED * found.change
-    if int((~is_determined).sum()) > _MOST_UNDETERMINED:
-        return None
-    tolerances = torch.zeros_like(found.after)
-    if found.tensor.is_floating_point():
-        last_places = torch.finfo(found.tensor.dtype).eps * found.after.abs()
-        of_change = _RELATIVE[found.tensor.dtype] * found.change + _FLOOR[found.tensor.dtype] * largest
-        tolerances = of_change + _ROUNDINGS * (found.effect + last_places)
-    return SomeValues(
-        shape=list(found.tensor.shape),
-        places=found.places[is_determined].tolist(),
-        after=found.after[is_determined].tolist(),
-        tolerances=tolerances[is_determined].tolist(),
-    )
+def _numbers(tensor: Tensor) -> Tensor:
+    """Return a tensor as floating numbers, flat."""
+    flat = tensor.detach().flatten()
+    return flat if flat.is_floating_point() else flat.double()
 
 
 def _kind(name: str) -> str:
     """Return what a tensor is: an optimiser's state under one key, or a tensor of the model."""
     return name.rpartition(".")[2] if name.startswith(OPTIMIZER) else ""
-
-
-def _series(name: str, states: Sequence[Mapping[str, Tensor]], like: Tensor) -> list[Tensor]:
-    """Return a tensor in each state, flat; zeros where it is not, as before an optimiser's first step."""
-    zeros = torch.zeros_like(like)
-    found = [state.get(name, zeros) for state in states]
-    flat = [(each if each.shape == like.shape else zeros).flatten() for each in found]
-    return flat if like.is_floating_point() else [each.double() for each in flat]
 
 
 @torch.no_grad()

@@ -140,7 +140,7 @@ def describe_failure(
         message, advice = _out_of_memory_worded(error, message, microbatch_size)
     elif device is not None:
         message, advice = device.message, device.advice
-    line = _user_line(error)
+    line = user_line(error)
     if line is None:  # there will be no traceback, under which the notes would appear
         message = "\n".join([message, *getattr(error, "__notes__", ())])
     shown = None if is_ours else _shown_traceback(error, device, has_user_line=line is not None)
@@ -237,7 +237,7 @@ def leave_departure(
     message = None if leave.code is None or isinstance(leave.code, int) else _shortened(str(leave.code))
     departure = Departure(
         message=message,
-        user_line=_user_line(leave),
+        user_line=user_line(leave),
         may_follow_signal=may_follow_signal,
         is_consequence=has_lost_peer or is_due_to_lost_peer(leave),
         has_timed_out=has_timed_out or is_due_to_timeout(leave),
@@ -250,7 +250,7 @@ def leave_departure(
 
 def leave_loss(error: BaseException, report_fd: int | None) -> None:
     """Record that a script has lost another rank, because it may exit without a report (`os._exit`)."""
-    line = _user_line(error)
+    line = user_line(error)
     loss = Departure(
         message=None,
         user_line=line,
@@ -288,7 +288,7 @@ def _write_report(report_fd: int | None, record: Mapping[str, Any]) -> None:
 
 def handled_in_brief(error: BaseException) -> str | None:
     """Return an exception that a rank is handling, with its line; None if it only reports the loss of another rank."""
-    line = _user_line(error)
+    line = user_line(error)
     if line is None or is_due_to_lost_peer(error):
         return None
     kind, message, _ = _worded(error)
@@ -369,7 +369,7 @@ def _reports_peer(error: BaseException) -> bool:
     if isinstance(error, PeerLost):
         return True
     if isinstance(error, ConnectionError):
-        is_of_ranks = _user_line(error) is None and _is_raised_between_ranks(error)
+        is_of_ranks = user_line(error) is None and _is_raised_between_ranks(error)
     else:
         is_of_ranks = isinstance(error, RuntimeError) and not _is_raised_by_user(error)
     return is_of_ranks and any(words in message_of(error).lower() for words in _PEER_LOST_WORDS)
@@ -416,14 +416,14 @@ def report_undisturbed(report: Callable[[], int]) -> int:
 
 def _named(error: BaseException) -> BaseException:
     """Replace an error that dure itself met, while it wrote records or used a loader, by one of its own class."""
-    if DiskFull.is_reported_by(error) and _user_line(error) is None:
+    if DiskFull.is_reported_by(error) and user_line(error) is None:
         named = (
             EnvironmentLacks(_SHARED_MEMORY_FULL)
             if _is_in_loader(error)
             else DiskFull(f"the disk is full while records are written: {DiskFull.CURE}")
         )
         return named.with_traceback(error.__traceback__)
-    if _has_no_file_left(error) and _user_line(error) is None:
+    if _has_no_file_left(error) and user_line(error) is None:
         few = EnvironmentLacks(f"this process has as many files open as it may: {_NO_FILE_ADVICE}")
         return few.with_traceback(error.__traceback__)
     if isinstance(error, OSError) and error.errno == errno.EBADF and _is_in_dure(error):
@@ -436,7 +436,7 @@ def _named(error: BaseException) -> BaseException:
 
 
 def _is_in_dure(error: BaseException) -> bool:
-    return _user_line(error) is None and _origin(error) == "dure"
+    return user_line(error) is None and _origin(error) == "dure"
 
 
 def _worded(error: BaseException) -> tuple[str, str, str | None]:
@@ -522,13 +522,13 @@ def _message_of_loader(message: str) -> str:
     return "\n".join([f"{text} (in loader process {where[1]})" if where else text, *rest])
 
 
-def _user_line(error: BaseException) -> CodeLine | None:
+def user_line(error: BaseException) -> CodeLine | None:
     """Return the innermost line of the task's code in the exception's traceback; None if there is none.
 
     For a group of exceptions it is that of a member: the group itself is raised where all of them are collected.
     """
     member = _member_to_tell(error)
-    if member is not None and (line := _user_line(member)) is not None:
+    if member is not None and (line := user_line(member)) is not None:
         return line
     message = message_of(error)
     if _FROM_LOADER.match(message):

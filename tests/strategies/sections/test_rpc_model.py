@@ -136,27 +136,48 @@ def test_a_section_without_parameters_keeps_the_scale_of_the_others(tmp_path):
 class Breaking(Regression):
     """A block that raises in the third step of rank 1."""
 
+    how: str = "at once"
+
     def build_model(self):
-        return nn.Sequential(super().build_model(), Breaks())
+        return nn.Sequential(super().build_model(), Breaks(self.how))
 
 
 class Breaks(nn.Module):
     calls = 0
 
+    def __init__(self, how):
+        super().__init__()
+        self.how = how
+
     def forward(self, x):
         self.calls += self.training
         if self.calls == 3 and os.environ.get("RANK") == "1":
-            raise ValueError("a planned failure")
+            if self.how == "in a hook":
+                x.register_hook(_fail)
+                return 2 * x
+            raise {"at once": ValueError("a planned failure"), "by leaving": SystemExit(4)}[self.how]
         return x
 
 
-def test_an_exception_in_a_section_elsewhere_is_what_the_run_ends_with(tmp_path):
-    task = Breaking(layered=True)
-    with pytest.raises(WorkerFailed, match=r"^rank 1 failed in its section: ValueError: a planned failure") as caught:
+def _fail(gradient):
+    raise ValueError("a planned failure")
+
+
+@pytest.mark.parametrize(
+    ("how", "said"), [("at once", "ValueError: a planned failure"), ("by leaving", "SystemExit: 4")]
+)
+def test_an_exception_in_a_section_elsewhere_is_what_the_run_ends_with(how, said, tmp_path):
+    task = Breaking(layered=True, how=how)
+    with pytest.raises(WorkerFailed, match=f"^rank 1 failed in its section: {said}") as caught:
         train_case(tmp_path, task, "rpc_model", 2, cuts="1", **STEPS)
-    assert 'in forward: raise ValueError("a planned failure")' in str(caught.value)
+    assert 'in forward: raise {"at once": ValueError("a planned failure")' in str(caught.value)
     (log,) = tmp_path.glob("*/logs/*rank1.log")
     assert "Traceback (most recent call last)" in log.read_text()
+
+
+def test_an_exception_in_the_backward_pass_elsewhere_is_told_with_its_rank(tmp_path):
+    with pytest.raises(WorkerFailed, match=r"^rank 1 failed in the backward pass of its section: a hook, or the"):
+        train_case(tmp_path, Breaking(layered=True, how="in a hook"), "rpc_model", 2, cuts="1", **STEPS)
 
 
 class Together(Regression):

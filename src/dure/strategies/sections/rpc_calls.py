@@ -1,5 +1,6 @@
 """Messages between the ranks of an rpc_model: a call of the model, and a section's result."""
 
+import re
 from collections.abc import Iterable
 from typing import Any, NamedTuple
 
@@ -8,6 +9,7 @@ from torch import Tensor
 
 from dure.errors import FAILED, DureError, message_of
 from dure.failures.frames import format_error, frames_of
+from dure.failures.report import user_line
 from dure.strategies.contract.batches import map_tensors
 from dure.strategies.sections.values import Description
 from dure.terminal import print_traceback
@@ -41,14 +43,29 @@ class Failed(NamedTuple):
     exit_code: int
 
     @classmethod
-    def of(cls, rank: int, error: Exception) -> "Failed":
+    def of(cls, rank: int, error: BaseException) -> "Failed":
         """Return the failure of a rank; the traceback is written to this rank's log."""
         print_traceback(format_error(error))
         if isinstance(error, DureError):
             return cls(str(error), error.exit_code)
-        last = frames_of(error)[-1]
-        where = f"{last.filename}:{last.lineno} in {last.name}: {last.line}"
+        line, last = user_line(error), frames_of(error)[-1]
+        where = f"{last.filename}:{last.lineno} in {last.name}: {last.line}" if line is None else str(line)
         return cls(f"rank {rank} failed in its section: {type(error).__name__}: {message_of(error)}\n  {where}", FAILED)
+
+
+_IN_PYTHON = re.compile(r"Error on Node (\d+): python_error$")
+"""End of torch's message if Python code raised on another rank in the backward pass: it does not say what."""
+
+
+def backward_error(error: RuntimeError) -> Exception:
+    """Return the error to raise for one of the distributed backward pass, with the rank whose code raised it."""
+    if (found := _IN_PYTHON.search(message_of(error).strip())) is None:
+        return error
+    return DureError(
+        f"rank {found[1]} failed in the backward pass of its section: a hook, or the backward of an autograd.Function, "
+        "raised an exception there, of which torch's distributed backward tells no more; --strategy pipeline or single "
+        "shows it with its line"
+    )
 
 
 def leads_to(outputs: Iterable[Tensor], inputs: Iterable[Tensor]) -> bool:

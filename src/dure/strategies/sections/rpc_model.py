@@ -30,7 +30,7 @@ from dure.strategies.sections.absent_tensors import guarded
 from dure.strategies.sections.cuts import cut_names, faults_of, registered_chain
 from dure.strategies.sections.options import SectionOptions
 from dure.strategies.sections.plan import CURE, SectionPlan, held_bytes, look_at, plan_sections
-from dure.strategies.sections.rpc_calls import HOST, Call, Failed, Result, leads_to, on_host
+from dure.strategies.sections.rpc_calls import HOST, Call, Failed, Result, backward_error, leads_to, on_host
 from dure.strategies.sections.sectioned_strategy import SectionedStrategy
 from dure.strategies.sections.stand_in import stand_in
 from dure.strategies.sections.trace import tensors_of
@@ -228,7 +228,10 @@ class RpcModel(SectionedStrategy):
             term = self.loss_term(model, microbatch, global_samples)
             if not all(leads_to([term.root], output) for output in self._outputs):
                 raise TaskInvalid(_UNUSED.format(what="the model's output"))
-            autograd.backward(self._context_id, [self.precision.scale(term.root)])
+            try:
+                autograd.backward(self._context_id, [self.precision.scale(term.root)])
+            except RuntimeError as error:
+                raise backward_error(error) from None
             self._collect(self._context_id)
             self.sums.add(term)
 
@@ -343,7 +346,7 @@ def _run_section(call: Call, received: Any) -> Any:
     here = _here[0]
     try:
         return on_host(here.run_section(to_device(call, here.device), to_device(before, here.device)))
-    except Exception as error:
+    except BaseException as error:  # sent as it is, a `SystemExit` would end rank 0
         return Failed.of(here.group.rank, error)
 
 

@@ -111,9 +111,9 @@ class Recording:
         self._take(tensors)
 
     def _choose(self, tensors: Mapping[str, Tensor]) -> None:
-        """Choose the places: half of a tensor's changed most, because a batch may concern few rows of a table.
+        """Choose the places of those values of each tensor that changed most, and of about as many random ones.
 
-        The others are random.
+        A batch may concern few rows of a table, which random places would miss.
         """
         num_values = min(_VALUES_PER_TENSOR, max(_LEAST_PER_TENSOR, _MOST_VALUES // max(1, len(tensors))))
         generator = torch.Generator().manual_seed(0)

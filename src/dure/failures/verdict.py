@@ -90,6 +90,45 @@ class WorkerEnd:
             return None
         return STOP_ENDS.get(self.exit_code)
 
+    @property
+    def has_failed(self) -> bool:
+        """True if it ended with an error that the others could not continue without."""
+        return self.exit_code != 0 and self.stop_signal is None and not self.is_tolerated
+
+    @property
+    def is_consequence(self) -> bool:
+        """True if it ended only because another rank had failed."""
+        if self.failure is not None:
+            return self.failure.is_consequence
+        return self.was_stopped or (self.departure is not None and self.departure.is_consequence)
+
+    @property
+    def has_own_cause(self) -> bool:
+        """True if it reported a failure of its own; what it does not report may follow from another's."""
+        return (self.failure is not None or self.departure is not None) and not self.is_consequence
+
+    @property
+    def reported_at(self) -> float:
+        """Time at which it failed by its own clock: the supervisor notices ends in any order."""
+        if self.failure is not None:
+            return self.failure.time
+        return self.time if self.departure is None or self.departure.time is None else self.departure.time
+
+    @property
+    def left_at(self) -> float:
+        """Time at which it had left the group of all ranks; infinity if it had not."""
+        report = self.failure or self.departure or self
+        return float("inf") if report.left_group_at is None else report.left_group_at
+
+    @property
+    def has_timed_out(self) -> bool:
+        """True if it reported that it waited for another rank in vain."""
+        report = self.failure or self.departure
+        return report is not None and (
+            report.has_timed_out
+            or (self.failure is not None and tells_of_timeout(self.failure.message))  # from an older version of dure
+        )
+
     def name(self, num_ranks: int, alone: str = "the worker") -> str:
         """Return the name of the rank for a sentence; a single rank is called `alone`."""
         where = f" on {self.node}" if self.node else ""
@@ -121,33 +160,30 @@ def judge(
         cure: Way to continue if no rank is known to be at fault, as when one was killed from outside.
         is_script: Whether the program knows nothing of dure.
     """
-    failures = {end.rank: end.failure or read_failure(run, end.rank) for end in ends}
-    failed = _failed(ends)
-    if not failed or (stopped_by is not None and all(_is_consequence(end, failures[end.rank]) for end in failed)):
+    ends = [end if end.failure else replace(end, failure=read_failure(run, end.rank)) for end in ends]
+    failed = [end for end in ends if end.has_failed]
+    if not failed or (stopped_by is not None and all(end.is_consequence for end in failed)):
         return None
-    first = _first_cause(ends, failures)
-    failure = failures[first.rank]
+    first = _first_cause(ends)
+    failure = first.failure
     headline = (
         _silent_end(first, len(ends), cure, is_script=is_script)
         if failure is None
         else _failure_text(first, failure, len(ends), run, is_script=is_script)
     )
     others = [end for end in failed if end is not first]
-    lines = [headline, *(_waits(first, others, failures) if failure is None else ())]
-    same = [end for end in others if _is_same(end, failures[end.rank], first, failure)]
+    lines = [headline, *(_waits(first, others) if failure is None else ())]
+    same = [end for end in others if _is_same(end, first)]
     is_found_by_all = failure is not None and failure.is_ours  # each rank may word it in its own way
-    own = [e for e in others if e not in same and not is_found_by_all and _has_own_cause(e, failures[e.rank])]
-    lines += [
-        f"  and {in_brief(replace(end, failure=failures[end.rank]), len(ends))}"
-        for end in sorted(own, key=lambda end: end.rank)[:_MOST_OTHERS]
-    ]
+    own = [end for end in others if end not in same and not is_found_by_all and end.has_own_cause]
+    lines += [f"  and {in_brief(end, len(ends))}" for end in sorted(own, key=lambda end: end.rank)[:_MOST_OTHERS]]
     gone = [end for end in others if _has_left_before(end, ends)]
     lines += [f"  rank {end.rank} had left the process group before, and was ended{_at(end.last_line)}" for end in gone]
     # the error of a rank that had overcome the loss of one that said nothing may be the reason itself
     late = {
         end.rank: found
         for end in others
-        if failure is None and (found := failures[end.rank]) is not None and found.is_after_loss
+        if failure is None and (found := end.failure) is not None and found.is_after_loss
     }
     lines += [
         f"  rank {rank} failed after it had lost another: {failure_in_brief(late[rank])}" for rank in sorted(late)
@@ -165,11 +201,11 @@ def judge(
     return Verdict(text="\n".join(lines), exit_code=code, first=failure)
 
 
-def _is_same(end: WorkerEnd, failure: FailureRecord | None, first: WorkerEnd, cause: FailureRecord | None) -> bool:
+def _is_same(end: WorkerEnd, first: WorkerEnd) -> bool:
     """Return whether a rank ended as the first did: all have the same wrong argument, for example."""
-    if failure is not None and cause is not None:
-        return failure.message == cause.message
-    if failure is not None or cause is not None or end.departure is None or first.departure is None:
+    if end.failure is not None and first.failure is not None:
+        return end.failure.message == first.failure.message
+    if end.failure is not None or first.failure is not None or end.departure is None or first.departure is None:
         return False
     how, of_first = (
         (one.exit_code, one.departure and (one.departure.message, one.departure.user_line)) for one in (end, first)
@@ -177,83 +213,40 @@ def _is_same(end: WorkerEnd, failure: FailureRecord | None, first: WorkerEnd, ca
     return how == of_first and not end.departure.is_consequence
 
 
-def _has_own_cause(end: WorkerEnd, failure: FailureRecord | None) -> bool:
-    """Return whether a rank reported a failure of its own; what it does not report may follow from another's."""
-    return (failure is not None or end.departure is not None) and not _is_consequence(end, failure)
-
-
 def first_failure(ends: list[WorkerEnd]) -> WorkerEnd | None:
     """Return the end that caused the others, or None if no rank failed."""
-    return _first_cause(ends, {end.rank: end.failure for end in ends}) if _failed(ends) else None
+    return _first_cause(ends) if any(end.has_failed for end in ends) else None
 
 
-def _failed(ends: list[WorkerEnd]) -> list[WorkerEnd]:
-    return [end for end in ends if end.exit_code != 0 and end.stop_signal is None and not end.is_tolerated]
-
-
-def _is_consequence(end: WorkerEnd, failure: FailureRecord | None) -> bool:
-    if failure is not None:
-        return failure.is_consequence
-    return end.was_stopped or (end.departure is not None and end.departure.is_consequence)
-
-
-def _reported_at(end: WorkerEnd, failure: FailureRecord | None) -> float:
-    """Return when a rank failed by its own clock: the supervisor notices ends in any order."""
-    if failure is not None:
-        return failure.time
-    return end.time if end.departure is None or end.departure.time is None else end.departure.time
-
-
-def _left_at(end: WorkerEnd, failure: FailureRecord | None) -> float:
-    """Return when a rank had left the group of all ranks; infinity if it had not."""
-    report = failure or end.departure or end
-    return float("inf") if report.left_group_at is None else report.left_group_at
-
-
-def _first_cause(ends: list[WorkerEnd], failures: Mapping[int, FailureRecord | None]) -> WorkerEnd:
+def _first_cause(ends: list[WorkerEnd]) -> WorkerEnd:
     def order(end: WorkerEnd) -> tuple[bool, bool, float, int]:
-        failure = failures[end.rank]
-        return _is_consequence(end, failure), end.was_stopped, _reported_at(end, failure), end.rank
+        return end.is_consequence, end.was_stopped, end.reported_at, end.rank
 
-    failed = _failed(ends)
+    failed = [end for end in ends if end.has_failed]
     first = min(failed, key=order)
-    if not _is_consequence(first, failures[first.rank]):
-        return _first_to_leave(first, failed, failures)
+    if not first.is_consequence:
+        return _first_to_leave(first, failed)
     # a connection is closed by a rank that has left, but a timeout needs no one who has: it comes first
-    timed_out = [end for end in failed if not end.was_stopped and _has_timed_out(end, failures[end.rank])]
+    timed_out = [end for end in failed if not end.was_stopped and end.has_timed_out]
     tolerated = next((end for end in ends if end.is_tolerated), None)
     return tolerated or _unsaid_cause(ends, failed) or min(timed_out, key=order, default=first)
 
 
-def _first_to_leave(
-    first: WorkerEnd, failed: list[WorkerEnd], failures: Mapping[int, FailureRecord | None]
-) -> WorkerEnd:
+def _first_to_leave(first: WorkerEnd, failed: list[WorkerEnd]) -> WorkerEnd:
     """Return the rank that left the others before the first to report an error did, or that one if there is none.
 
-    While a rank cleans up, others that have lost it may report errors in which nothing of the loss is to be seen.
+    While a rank cleans up, others that have lost it may report errors that do not show the loss.
     """
-    if failures[first.rank] is None and first.departure is None:
+    if first.failure is None and first.departure is None:
         return first  # a signal ended it
-    own = [end for end in failed if not _is_consequence(end, failures[end.rank])]
-    earliest = min(own, key=lambda end: _left_at(end, failures[end.rank]))
-    has_left = _left_at(earliest, failures[earliest.rank]) < _reported_at(first, failures[first.rank])
-    return earliest if has_left else first
-
-
-def _has_timed_out(end: WorkerEnd, failure: FailureRecord | None) -> bool:
-    report = failure or end.departure
-    return report is not None and (
-        report.has_timed_out
-        or (failure is not None and tells_of_timeout(failure.message))  # also said by records of an older dure
-    )
+    earliest = min((end for end in failed if not end.is_consequence), key=lambda end: end.left_at)
+    return earliest if earliest.left_at < first.reported_at else first
 
 
 def may_follow_another(ends: list[WorkerEnd]) -> bool:
     """Return whether all ranks that failed lost others, or may have, having left them before they reported errors."""
-    failed = _failed(ends)
-    return bool(failed) and all(
-        _is_consequence(end, end.failure) or _left_at(end, end.failure) < end.time for end in failed
-    )
+    failed = [end for end in ends if end.has_failed]
+    return bool(failed) and all(end.is_consequence or end.left_at < end.time for end in failed)
 
 
 def left_early(ends: list[WorkerEnd]) -> Verdict:
@@ -280,8 +273,8 @@ def how_stopped(ends: list[WorkerEnd]) -> str:
 
 def _unsaid_cause(ends: list[WorkerEnd], failed: list[WorkerEnd]) -> WorkerEnd | None:
     """Find the rank that the others lost, if they only report lost peers: one that exited with 0, or one that hung."""
-    left = [end for end in ends if end.exit_code == 0 and not _is_consequence(end, end.failure)]
-    has_waited = any(_has_timed_out(end, end.failure) for end in failed)
+    left = [end for end in ends if end.exit_code == 0 and not end.is_consequence]
+    has_waited = any(end.has_timed_out for end in failed)
     # without a timeout the others did not wait for it: it was ended because they failed, unless it had an error, or
     # left them, before
     hung = [end for end in failed if end.was_stopped and end.failure is None]
@@ -293,7 +286,7 @@ def _unsaid_cause(ends: list[WorkerEnd], failed: list[WorkerEnd]) -> WorkerEnd |
 
 def _has_left_before(end: WorkerEnd, ends: list[WorkerEnd]) -> bool:
     """Return whether a rank that the supervisor ended had left the others before any of them left or ended."""
-    others = [min(_reported_at(one, one.failure), _left_at(one, one.failure)) for one in ends if one is not end]
+    others = [min(one.reported_at, one.left_at) for one in ends if one is not end]
     return end.was_stopped and end.left_group_at is not None and end.left_group_at <= min(others, default=0.0)
 
 
@@ -420,10 +413,10 @@ def _killed_for_memory(limit_bytes: int | None) -> str:
     )
 
 
-def _waits(first: WorkerEnd, others: list[WorkerEnd], failures: Mapping[int, FailureRecord | None]) -> Iterator[str]:
+def _waits(first: WorkerEnd, others: list[WorkerEnd]) -> Iterator[str]:
     """Yield what the others were waiting in for a rank that left no report."""
     for end in sorted(others, key=lambda end: end.rank):
-        failure = failures[end.rank]
+        failure = end.failure
         if failure is not None and failure.collective and not failure.is_after_loss:
             line = failure.user_line
             where = "" if line is None else f" at {line.place} in {line.function}"

@@ -13,21 +13,15 @@ from dure.records.run_dir import RunDir
 from dure.records.step_record import Metric, StepRecord
 from dure.records.step_writer import RecordWriter
 from dure.strategies.contract.abilities import lost_shares
-from dure.strategies.contract.declarations import few as few_of
 from dure.strategies.contract.step_facts import LostShare, Requests
-from dure.strategies.state.objects.object_state import ObjectState
-from dure.strategies.state.shared_storage import recomputed_weights
-from dure.strategies.state.trial import KeptBuffers
 from dure.terminal import one_line
-from dure.torchcompat.optimizers import step_hook_registries
 from dure.training.best_metric import Best
 from dure.training.first_steps.in_one_process import OneProcessSteps
 from dure.training.first_steps.values import NUM_STEPS
 from dure.training.late_inspection import LateInspection
 from dure.training.loop import Boundary, StepOutcome, TrainingLoop
-from dure.training.objects.optimizer_watch import OptimizerWatch
 from dure.training.progress import Progress
-from dure.training.rehearsal import asked_schedule, is_divided_in_evaluation, kept_by_evaluation, rehearse_evaluation
+from dure.training.rehearsal import asked_schedule, rehearse_evaluation
 from dure.training.run_state.capture import Progression
 from dure.training.run_state.checkpoint_policy import Checkpointer
 from dure.training.run_state.factor_check import FactorCheck
@@ -38,6 +32,7 @@ from dure.training.session.evaluation import evaluate
 from dure.training.session.loader_copies import FOLLOWS_STATE, LoaderCopies
 from dure.training.session.session import Session, check_parts, check_sync_batchnorm
 from dure.training.session.stop_request import StopSignals
+from dure.training.state_changes import StateChanges
 from dure.training.step_samples import RankBatch
 from dure.training.tensorboard import Scalars
 
@@ -92,22 +87,7 @@ class Trainer:
         self.best = Best(session.spec.best_metric, session.spec.best_mode)
         self.last_metrics: dict[str, Metric] | None = None
         self.last_evaluation_time = time.time()
-        self._reported_not_kept: set[str] = set()
-        self._step_hooks = step_hook_registries(session.strategy.built_optimizer)
-        self._follows_weights = session.aliases | recomputed_weights(session.strategy.model)
-        self._set_by_schedule: set[str] = set()
-        """Plain state that the schedule sets, equal on all ranks."""
-        self._set_by_step: set[str] = set()
-        """Plain state that hooks on the optimiser's step change, equal on all ranks."""
-        self._set_by_evaluation: set[str] = set()
-        """Plain state that evaluations change."""
-        self._evaluated: ObjectState | None = None
-        """State of the objects after the last evaluation."""
-        self._set_between: set[str] = set()
-        """Plain state that changes between evaluations."""
-        self._before_step: ObjectState | None = None
-        self._num_watched = 0
-        self._optimizer_watch = OptimizerWatch(session.strategy.built_optimizer)
+        self.changes = StateChanges(session)
         self.microbatch_under_way: Callable[[], int | None] = lambda: None
         """Function that returns the loop's microbatch under way; None while there is no loop."""
 
@@ -128,7 +108,7 @@ class Trainer:
             # before anything is loaded, as in a new run: it may set state that the task keeps
             before = session.kept.state_now()
             asked = session.task.build_schedule(session.strategy.optimizer, session.total_samples)
-            self._set_by_schedule |= before.changed().keys()
+            self.changes.set_by_schedule(before.changed())
             session.kept.add_schedule(asked)
             self.loader_copies = LoaderCopies(session.train_loader, session.order, session.strategy.objects)
             self.checkpointer.go_on(self.memory, trusted)
@@ -154,7 +134,7 @@ class Trainer:
             if self.scalars is not None:
                 resources.callback(self.scalars.close)
             schedule, set_by_schedule = asked_schedule(session, asked)
-            self._set_by_schedule |= set_by_schedule
+            self.changes.set_by_schedule(set_by_schedule)
             if session.data_state is not None:
                 session.data_state.record()
             if not self.is_restart:  # a restart has passed it already, and its other ranks are waiting
@@ -195,25 +175,20 @@ class Trainer:
 
     def _before_change(self) -> float:
         """Finish pending reads of the weights before the optimiser changes them; return the seconds waited."""
-        self._optimizer_watch.compare()
-        if any(self._step_hooks):
+        self.changes.before_step()
+        if self.changes.has_step_hooks:
             self.replicas.note_settings()
-            if self._num_watched < _WATCHED_STEPS:
-                self._num_watched += 1
-                self._before_step = self.session.kept.state_now()
         return self.checkpointer.before_change() + self.memory.before_change()
 
     def _steps(self) -> str:
         session, position = self.session, self.position
-        self._optimizer_watch.note()
+        self.changes.note_optimizer()
         if self.checkpointer.must_save_best:
             self.last_metrics = self._recorded_metrics() if self.is_first else None
             self._save()
         for boundary in self.loop.boundaries(position.samples_seen, session.total_samples, position.step):
             before = position.samples_seen
-            if self._before_step is not None:
-                self._set_by_step |= self._before_step.changed().keys()
-                self._before_step = None
+            self.changes.after_step()
             position.samples_seen, position.step = boundary.batch.samples_seen, boundary.step
             self.current_step(boundary.step)
             requests = self._note(boundary.outcomes)
@@ -235,7 +210,7 @@ class Trainer:
                 # after all actions at this position, so that they are repeated if a rank dies during them
                 self.memory.take(self._settle)
                 self._declare_not_kept()
-            self._optimizer_watch.note()
+            self.changes.note_optimizer()
         self._settle()
         if position.samples_seen > position.evaluated_samples:
             every = self.session.spec.eval_every_epochs * self.session.order.epoch_samples
@@ -362,8 +337,7 @@ class Trainer:
         self.current_phase("saving")
         self._together(lambda: self.checkpointer.save(self.last_metrics, is_last=is_last))
         self.current_phase("training")
-        self._note_between_evaluations()
-        found = [*self._kept_by_late_evaluations(), *self._newly_not_kept()]
+        found = [*self.changes.declared_of_evaluations(), *self._newly_not_kept()]
         step = self.position.step
         if texts := self._together(lambda: self.late.new_declarations(step, found=found, is_last=is_last)):
             self._event(events.NotPreserved(texts=tuple(texts)))
@@ -385,44 +359,10 @@ class Trainer:
 
     def _newly_not_kept(self) -> list[str]:
         """Return declarations, once each, of state that no checkpoint holds, or that the loss began to change late."""
-        lost = dict(self.session.kept.lost)
-        if self.session.data_state is not None:
-            lost |= {path: f"{path} changed on the way" for path in self.session.data_state.changed()}
-        new = {path: why for path, why in lost.items() if path not in self._reported_not_kept}
-        texts = [f"state that no checkpoint holds: {why}; a resume begins without it" for why in new.values()]
-        for text in texts:
+        not_kept, began = self.changes.new_declarations()
+        for text in not_kept:
             self.progress.print_lines(f"{text} (give the task state_dict() and load_state_dict())")
-        late = [path for path in self._changed_late() if path not in self._reported_not_kept]
-        if late:
-            texts.append(f"state that began to change later ({few_of(late)}): if by the loss, by each part of a batch")
-        self._reported_not_kept |= {*new, *late}
-        return texts
-
-    def _changed_late(self) -> list[str]:
-        """Return the plain state whose change no trial before training showed, if batches are computed in parts."""
-        strategy, traits = self.session.strategy, self.session.strategy.traits
-        if len(strategy.parts.of(self.session.spec.global_batch_size)) == 1 or traits.reason_unknown is not None:
-            return []
-        set_by_evaluation = self._set_by_evaluation - self._set_between  # the loss may have begun to change it too
-        set_elsewhere = (*self._follows_weights, *self._set_by_schedule, *self._set_by_step, *set_by_evaluation)
-        drawn = self.session.kept.generators if strategy.draws else ()  # changed by draws, which are declared
-        known = (*traits.learned_state, *traits.counted_state, *set_elsewhere, *drawn)
-        paths = self.session.kept.changed_since(known)
-        # a trial found it by another path, such as that of the task's attribute that holds the optimiser
-        watched = self._optimizer_watch.changed
-        paths += [f"optimizer.{name}" for name in watched if not any(path.endswith(f".{name}") for path in known)]
-        return [path for path in paths if path.startswith("model.")] if strategy.is_loss_whole else paths
-
-    def _kept_by_late_evaluations(self) -> list[str]:
-        """Return the declaration of plain state that evaluations change, and the rehearsed one did not."""
-        strategy, traits = self.session.strategy, self.session.strategy.traits
-        known = {*self.session.set_by_evaluation, *self._follows_weights, *traits.learned_state, *traits.counted_state}
-        late = sorted(self._set_by_evaluation - known)
-        return [kept_by_evaluation(late)] if late and is_divided_in_evaluation(strategy) else []
-
-    def _note_between_evaluations(self) -> None:
-        if self._evaluated is not None:
-            self._set_between |= self._evaluated.changed().keys()
+        return [*not_kept, *began]
 
     def _report_lost(self, lost: list[LostShare]) -> None:
         """Record exactly which samples were not used because their rank died."""
@@ -465,26 +405,18 @@ class Trainer:
         if session.eval_loader is None:
             return
         start = time.perf_counter()
-        self._note_between_evaluations()
         loader = session.eval_loader
-        before = ObjectState({**session.strategy.objects, "model": session.strategy.model})
-        buffers = KeptBuffers(session.strategy.model) if is_extra else None
-        metrics = self._together(
-            lambda: evaluate(
-                session.task,
-                session.strategy,
-                loader,
-                num_samples=session.eval_samples,
-                batch_size=session.eval_batch_size,
-                on_batch=lambda: self.current_phase("evaluating"),
+        with self.changes.evaluation(is_undone=is_extra):
+            metrics = self._together(
+                lambda: evaluate(
+                    session.task,
+                    session.strategy,
+                    loader,
+                    num_samples=session.eval_samples,
+                    batch_size=session.eval_batch_size,
+                    on_batch=lambda: self.current_phase("evaluating"),
+                )
             )
-        )
-        self._set_by_evaluation |= before.changed().keys()
-        if buffers is not None:
-            before.put_back()
-            buffers.put_back()
-        self._evaluated = ObjectState({**session.strategy.objects, "model": session.strategy.model})
-        before.put_back_generators()  # the position of evaluations must not change the training data
         self.current_phase("training")
         train_loss = position.loss_sum / position.loss_count if position.loss_count else None
         epochs = round(position.samples_seen / session.order.epoch_samples, 4)
@@ -604,8 +536,6 @@ class Trainer:
 
 
 _NOTHING = Requests()
-_WATCHED_STEPS = 2
-"""Number of first steps in which the changes by hooks on the optimiser's step are observed."""
 
 
 def _crossed(before: int, after: int, interval: float) -> bool:

@@ -40,7 +40,7 @@ def test_error_of_a_device_of_another_kind_says_that_it_may_be_the_device():
     assert found is not None
     assert found.message == "FieldGPU error: the queue was lost (its device failed, or a kernel on it did)"
     assert found.advice.startswith("run it once more, and if it fails again look at the device")
-    assert (found.is_nobodys, found.is_lost) == (False, False)
+    assert (found.is_of_hardware, found.is_lost) == (False, False)
     assert device_error(torch.AcceleratorError("CUDA error: of no known kind")) is None
 
 

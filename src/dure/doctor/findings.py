@@ -75,7 +75,7 @@ def diagnose(run: RunDir) -> Diagnosis:
 
 
 def _speed(run: RunDir, events: list[Event]) -> list[Finding]:
-    """Return what makes it slow, or that this cannot be judged: the reasons of a failure are worth more."""
+    """Return what makes the run slow; a note if that cannot be judged, so that its other findings are still shown."""
     try:
         with os_errors_as_sentences(run.path, "read"), run.understood():
             return slow_findings(run, run.read_spec(), events)
@@ -84,7 +84,7 @@ def _speed(run: RunDir, events: list[Event]) -> list[Finding]:
 
 
 def _end(run: RunDir, seen: RunOverview) -> Iterator[Finding]:
-    """Yield the end of the run, if it failed or was interrupted, in the words of the launcher."""
+    """Yield the end of the run as the launcher reported it, if it failed or was interrupted."""
     if seen.status == "unreadable":
         yield Finding(id="unreadable", severity="error", what=str(seen.fault))
     if seen.status in ("failed", "interrupted"):

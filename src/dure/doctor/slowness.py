@@ -99,7 +99,7 @@ def slow_findings(run: RunDir, spec: RunSpec, events: Sequence[Event]) -> list[F
         spec=spec,
         times=times,
         training=training,
-        # a foreign record may have times that nothing takes
+        # a damaged record may have impossible times
         evaluations=[event for event in since if isinstance(event, Evaluated) and 0 <= event.seconds < math.inf],
         checkpoints=[
             event for event in since if isinstance(event, CheckpointSaved) and 0 <= event.stall_seconds < math.inf
@@ -111,14 +111,14 @@ def slow_findings(run: RunDir, spec: RunSpec, events: Sequence[Event]) -> list[F
     if times.steps.size < _FEWEST_STEPS or not _LEAST_SECONDS <= speed.total_seconds < math.inf:
         return []
     too_small = [*_too_small(speed)]
-    # what many ranks send for little work is then no finding of its own
+    # too small a step also explains why communication takes so much of it
     looks = (_straggler, _data, _cores, _evaluation, _checkpoints, *(() if too_small else (_communication,)))
     found = [*too_small, *_gaps(times), *(finding for look in looks for finding in look(speed))]
     return sorted(found, key=lambda finding: -(finding.gain_fraction or 0.0))
 
 
 def _gaps(times: StepTimes) -> Iterator[Finding]:
-    """Yield what could not be read, so that the other findings do not rest on it."""
+    """Yield the records that could not be read, on which the other findings are therefore not based."""
     if times.missing:
         named = ", ".join(map(str, times.missing[: MOST_MISSING - 1])) + (
             ", …" if len(times.missing) == MOST_MISSING else ""
@@ -155,7 +155,7 @@ def _finding(
 def _data(speed: _Speed) -> Iterator[Finding]:
     """Yield a finding if steps wait for their samples, on one rank at least."""
     waits = speed.times.seconds["data"]
-    # ranks in step wait for whichever of them waits for its data
+    # ranks in step all wait for the one whose data comes last
     wait, wall = float(waits.max(axis=0).mean() if speed.times.are_in_step else waits.mean(axis=1).max()), speed.wall
     if wait / wall <= _MOST_DATA:
         return
@@ -228,7 +228,7 @@ def _straggler(speed: _Speed) -> Iterator[Finding]:
     lateness = (busy[:, slowest] - others.max(axis=1)) / wall
     if np.median(lateness[late:]) <= _MOST_LATENESS:
         return
-    # it is late from where on most blocks are: a few in between may be as fast as the others
+    # its lateness begins where most of the later blocks are late: a few of them may be as fast as the others
     is_late = lateness - np.median(lateness[late:]) / 2
     first = int(is_late[::-1].cumsum()[::-1][: late + 1].argmax())
     if first < len(blocks) / 10:  # the start of a run is uneven
@@ -327,7 +327,7 @@ def _evaluation(speed: _Speed) -> Iterator[Finding]:
     fraction = seconds / speed.total_seconds
     if fraction <= _MOST_EVALUATION or num < 2:
         return
-    # as seldom as makes it a tenth of the rest
+    # seldom enough to take a tenth of the rest
     rest = speed.step_seconds + speed.stall_seconds
     factor = max(2, math.ceil(min(10 * seconds / rest, _MOST_FACTOR)))
     yield _finding(

@@ -34,7 +34,7 @@ class StepTimes:
     sent_bytes: np.ndarray
     """Bytes that each rank sent in each step, `(R, S)`."""
     num_left_out: int
-    """Number of lines of the records that are no step records."""
+    """Number of lines in the records that are not step records."""
     recorded_fraction: float
     """Fraction of the steps of the longest records that all ranks have; others end early if a rank was lost."""
     missing: tuple[int, ...]
@@ -67,7 +67,7 @@ def step_times(run: RunDir, world_size: int, first_step: int) -> StepTimes:
         world_size: Number of ranks.
         first_step: Number of the step at which the attempt began; earlier ones may have been computed on other ranks.
     """
-    # of the files, because a damaged record may tell of any number of ranks
+    # from the names of files, because a damaged record may claim any number of ranks
     written = (_RECORDS.fullmatch(path.name) for path in run.path.iterdir())
     ranks = sorted(rank for name in written if name is not None and (rank := int(name[1])) < world_size)
     columns = {rank: read_columns(run.records_path(rank)) for rank in ranks}
@@ -83,7 +83,7 @@ def step_times(run: RunDir, world_size: int, first_step: int) -> StepTimes:
     seconds["other"] = np.maximum(seconds["wall"] - sum(seconds[part] for part in PARTS), 0.0)
     wall = seconds["wall"].max(axis=0) if steps.size else np.empty(0)
     is_usual = wall <= max(_PAUSE_SECONDS, _PAUSE_FACTOR * (np.median(wall) if wall.size else 0.0))
-    if steps.size:  # a foreign record may have times that no step has
+    if steps.size:  # a damaged record may have impossible times
         parts = np.stack([seconds[part] for part in (*PARTS, "wall")])
         is_usual &= (
             (parts[-1] > 0).all(axis=0) & (parts >= 0).all(axis=(0, 1)) & (parts < _MOST_SECONDS).all(axis=(0, 1))

@@ -33,7 +33,7 @@ class _Kind:
     means: str
     """Explanation of the error; `{gpu}` is replaced by the name of the GPU."""
     cure: str = ""
-    """Cure; empty for the usual one for `of`."""
+    """Cure; empty for the usual one of its kind of cause."""
 
 
 _CRASHED = "a kernel crashed, or {gpu} failed while it ran"
@@ -175,8 +175,8 @@ class DeviceError:
     plain_text: str
     """Text of the error without torch's advice."""
     advice: str
-    is_nobodys: bool
-    """True if no code is at fault."""
+    is_of_hardware: bool
+    """True if the hardware is at fault, and no code."""
     may_be_gpu: bool
     """True if the driver may know more."""
     is_lost: bool
@@ -215,7 +215,7 @@ def device_error(
         message="\n".join([f"{first} ({means})", *rest]),
         plain_text=plain_text,
         advice=_cure(kind, ill, found, is_lost=is_lost),
-        is_nobodys=kind.of in (GPU, GONE) or bool(ill),
+        is_of_hardware=kind.of in (GPU, GONE) or bool(ill),
         may_be_gpu=kind.of in (GPU, GONE, EITHER),
         is_lost=is_lost,
         is_consequence=kind.code == 226 and are_well,

@@ -142,12 +142,12 @@ def _files_of(error: BaseException) -> set[str]:
 def _leave_devices_unread(files: Iterable[str]) -> None:
     """Keep `linecache`, and with it `traceback`, from files that may have no end, such as `/dev/zero` or a pipe.
 
-    Code from `compile` has any file name that it is given.
+    Code from `compile` may have any file name.
     """
     for file in files:
         with suppress(OSError, ValueError):  # there is no such file, or its name has a null byte
             if not stat.S_ISREG(os.stat(file).st_mode):
-                linecache.cache[file] = (0, None, [], file)  # what has no time of change is not read again
+                linecache.cache[file] = (0, None, [], file)  # an entry without a modification time is not read again
 
 
 def is_raise(frame: traceback.FrameSummary) -> bool:

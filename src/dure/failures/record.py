@@ -73,11 +73,11 @@ class FailureRecord:
     """Traceback through the user's code; None if it is a single line."""
     traceback: Text
     is_after_loss: Flag = False
-    """True if it may be a consequence only because the script had lost another rank before: it says nothing of that."""
+    """True if the script had lost another rank before, which the error itself does not mention."""
     has_timed_out: Flag = False
-    """True if it is a consequence because the rank had waited for another in vain, which may never have come."""
+    """True if it is a consequence because the rank timed out waiting for another, which may never have arrived."""
     handled: tuple[Text, ...] = ()
-    """Exceptions that were being handled when it was raised, in brief, the last first: they may say the real reason."""
+    """Exceptions that were being handled when it was raised, in brief, the last first: one may be the real reason."""
     collective: Text | None = None
     """Collective that a script's rank was in, or was in last; None if unknown, and for a task's rank."""
     left_group_at: Time | None = None
@@ -102,7 +102,7 @@ class Departure:
     is_consequence: Flag = False
     """True if the script called it because it had lost another rank."""
     has_timed_out: Flag = False
-    """True if it had waited for that rank in vain."""
+    """True if it had timed out waiting for that rank."""
     time: Time | None = None
     """Time of the call; None if it is unknown."""
     handled: tuple[Text, ...] = ()
@@ -139,7 +139,7 @@ def departure_from_json(found: object) -> Departure:
     return checked(_DEPARTURE, found, VERSION)
 
 
-def tells_of_timeout(message: str) -> bool:
+def mentions_timeout(message: str) -> bool:
     """Return whether a message of torch or dure about a lost rank says that it did not answer in time."""
     return _TIMEOUT.search(message) is not None
 

@@ -38,7 +38,7 @@ from dure.failures.frames import (
     traceback_in_user_code,
     users_first,
 )
-from dure.failures.record import CodeLine, Departure, FailureRecord, failure_to_json, tells_of_timeout
+from dure.failures.record import CodeLine, Departure, FailureRecord, failure_to_json, mentions_timeout
 from dure.failures.tellable import tellable
 from dure.host.gpu_health import gpu_health
 from dure.process.context import DEPARTURE
@@ -89,11 +89,11 @@ _NO_GRADIENT = "does not require grad and does not have a grad_fn"
 _MOST_TEXT = 2**16
 """Maximum characters of a message or a traceback: the record must fit where the supervisor reads it."""
 _MOST_HANDLED, _MOST_BEFORE = 3, 100
-"""Maximum of exceptions that are told for being handled when another was raised, and of those among which the first are
-looked for, as they say most.
+"""Maximum number of reported exceptions that were being handled when another was raised, and of those that are searched
+for the first ones, which say most.
 """
 _MOST_BRIEF = 500
-"""Maximum characters of a message where one line has to do."""
+"""Maximum characters of a message that is shown in one line."""
 _GRADIENT_ADVICE = (
     "an evaluation computes without gradients: let what needs them in the loss compute under torch.enable_grad()"
 )
@@ -145,7 +145,7 @@ def describe_failure(
         message = "\n".join([message, *getattr(error, "__notes__", ())])
     shown = None if is_ours else _shown_traceback(error, device, has_user_line=line is not None)
     # exhausted memory, or a failed device, is not an error of the code that used it
-    is_nobodys = is_out_of_memory or (device is not None and device.is_nobodys)
+    is_of_machine = is_out_of_memory or (device is not None and device.is_of_hardware)
     return FailureRecord(
         rank=rank,
         host=socket.gethostname(),
@@ -162,7 +162,7 @@ def describe_failure(
         has_timed_out=is_lost_peer and is_due_to_timeout(error),
         may_be_gpu=device is not None and device.may_be_gpu,
         is_gpu_lost=device is not None and device.is_lost,
-        origin="task" if line or hasattr(error, "is_planned") or is_nobodys else _origin(error),
+        origin="task" if line or hasattr(error, "is_planned") or is_of_machine else _origin(error),
         microbatch_size=microbatch_size if is_out_of_memory else None,
         go_back_to=error.go_back_to if isinstance(error, ReplicasDiverged) else None,
         user_line=line,
@@ -306,8 +306,8 @@ def _handled_before(error: BaseException) -> tuple[str, ...]:
         return one.__cause__ or (None if one.__suppress_context__ else one.__context__)
 
     before = list(islice(_chain(error, before_of), 1, _MOST_BEFORE))
-    told = (brief for one in reversed(before) if (brief := handled_in_brief(one)) is not None)
-    return tuple(islice(told, _MOST_HANDLED))[::-1]
+    briefs = (brief for one in reversed(before) if (brief := handled_in_brief(one)) is not None)
+    return tuple(islice(briefs, _MOST_HANDLED))[::-1]
 
 
 def is_peer_lost(error: BaseException) -> bool:
@@ -323,7 +323,7 @@ def is_due_to_lost_peer(error: BaseException) -> bool:
 def is_due_to_timeout(error: BaseException) -> bool:
     """Return whether an exception, or one before it, reports that another rank did not answer in time."""
     before = _chain(error, lambda one: one.__cause__ or one.__context__)
-    return any(_reports_peer(one) and tells_of_timeout(message_of(one)) for one in before)
+    return any(_reports_peer(one) and mentions_timeout(message_of(one)) for one in before)
 
 
 def _holds_lost_peer(
@@ -388,7 +388,7 @@ def _is_raised_by_user(error: BaseException) -> bool:
 
 
 def is_interrupted(error: BaseException, *, may_be_signal: bool) -> bool:
-    """Return whether a signal interrupted a script, and not a `KeyboardInterrupt` that its code raises by itself.
+    """Return whether a signal interrupted a script, rather than a `KeyboardInterrupt` raised by its own code.
 
     Args:
         error: Exception that ended the script.
@@ -415,7 +415,7 @@ def report_undisturbed(report: Callable[[], int]) -> int:
 
 
 def _named(error: BaseException) -> BaseException:
-    """Replace an error that dure itself met, while it wrote records or used a loader, by one of its own class."""
+    """Replace an error that dure itself met while writing records or loading samples by one of its own classes."""
     if DiskFull.is_reported_by(error) and user_line(error) is None:
         named = (
             EnvironmentLacks(_SHARED_MEMORY_FULL)
@@ -450,7 +450,7 @@ def _worded(error: BaseException) -> tuple[str, str, str | None]:
         return kind, _message_of_loader(message), None
     if (misfit := library_for_another_torch(error)) is not None:
         return kind, misfit, None
-    if (member := _member_to_tell(error)) is not None:
+    if (member := _main_member(error)) is not None:
         member_kind, text, advice = _worded(member)
         return kind, f"{message}: {member_kind}{text and ': '}{text}", advice
     if _has_no_file_left(error):
@@ -460,7 +460,7 @@ def _worded(error: BaseException) -> tuple[str, str, str | None]:
     return kind, message, None
 
 
-def _member_to_tell(error: BaseException) -> BaseException | None:
+def _main_member(error: BaseException) -> BaseException | None:
     """Return the member of an exception group that says most: the first that does not only report a lost rank."""
     if not isinstance(error, BaseExceptionGroup):
         return None
@@ -527,7 +527,7 @@ def user_line(error: BaseException) -> CodeLine | None:
 
     For a group of exceptions it is that of a member: the group itself is raised where all of them are collected.
     """
-    member = _member_to_tell(error)
+    member = _main_member(error)
     if member is not None and (line := user_line(member)) is not None:
         return line
     message = message_of(error)

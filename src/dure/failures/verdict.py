@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from dure.failures.frames import Frame, users_frame
-from dure.failures.record import CodeLine, Departure, FailureRecord, failure_file, read_failure, tells_of_timeout
+from dure.failures.record import CodeLine, Departure, FailureRecord, failure_file, mentions_timeout, read_failure
 from dure.process.stop_signals import STOP_SIGNALS, signal_name, stop_exit_code
 from dure.terminal import shortened
 from dure.units import format_bytes
@@ -35,9 +35,9 @@ STOP_ENDS: Mapping[int, int] = {
 """Signal that requested a stop, by the exit code of a rank that followed it."""
 
 _MOST_OTHERS = 4
-"""Maximum of ranks that are told in addition to the first for failures of their own."""
+"""Maximum number of further ranks whose own failures are shown after the first."""
 _MOST_MESSAGE_LINES, _MOST_TRACEBACK_LINES, _MOST_COLUMNS = 20, 100, 500
-"""Maximum of shown lines of an exception's message and of its traceback, and of characters of each line."""
+"""Maximum number of shown lines of an exception's message and of its traceback, and of characters in each line."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,8 +70,8 @@ class WorkerEnd:
     memory_limit_bytes: int | None = None
     """Memory limit of the container or job that was exceeded; None if the host's memory was, or none."""
     crash: tuple[Frame, ...] = ()
-    """Frames of the thread that crashed in native code or got the signal, innermost first; the main thread's if none of
-    Python did.
+    """Frames of the thread that crashed in native code or got the signal, innermost first; of the main thread if no Python
+    thread did.
     """
     is_at_crash: bool = False
     """True if the frames are those of the thread that crashed."""
@@ -126,7 +126,7 @@ class WorkerEnd:
         report = self.failure or self.departure
         return report is not None and (
             report.has_timed_out
-            or (self.failure is not None and tells_of_timeout(self.failure.message))  # from an older version of dure
+            or (self.failure is not None and mentions_timeout(self.failure.message))  # from an older version of dure
         )
 
     def name(self, num_ranks: int, alone: str = "the worker") -> str:
@@ -179,7 +179,7 @@ def judge(
     lines += [f"  and {in_brief(end, len(ends))}" for end in sorted(own, key=lambda end: end.rank)[:_MOST_OTHERS]]
     gone = [end for end in others if _has_left_before(end, ends)]
     lines += [f"  rank {end.rank} had left the process group before, and was ended{_at(end.last_line)}" for end in gone]
-    # the error of a rank that had overcome the loss of one that said nothing may be the reason itself
+    # if the first cause left no report, a later error of a rank that had survived its loss may be the real reason
     late = {
         end.rank: found
         for end in others
@@ -188,7 +188,7 @@ def judge(
     lines += [
         f"  rank {rank} failed after it had lost another: {failure_in_brief(late[rank])}" for rank in sorted(late)
     ]
-    followed = [end for end in others if end.rank not in late and all(end not in told for told in (same, own, gone))]
+    followed = [end for end in others if end.rank not in late and all(end not in shown for shown in (same, own, gone))]
     if len(ends) > 1 and followed and not (failure and failure.is_misuse):
         ranks = ", ".join(str(end.rank) for end in sorted(followed, key=lambda end: end.rank))
         lines.append(f"  rank {ranks} ended as a consequence; see logs/ in {run}")
@@ -226,10 +226,10 @@ def _first_cause(ends: list[WorkerEnd]) -> WorkerEnd:
     first = min(failed, key=order)
     if not first.is_consequence:
         return _first_to_leave(first, failed)
-    # a connection is closed by a rank that has left, but a timeout needs no one who has: it comes first
+    # a closed connection means that a rank has left, a timeout does not: a rank that timed out comes first
     timed_out = [end for end in failed if not end.was_stopped and end.has_timed_out]
     tolerated = next((end for end in ends if end.is_tolerated), None)
-    return tolerated or _unsaid_cause(ends, failed) or min(timed_out, key=order, default=first)
+    return tolerated or _silent_cause(ends, failed) or min(timed_out, key=order, default=first)
 
 
 def _first_to_leave(first: WorkerEnd, failed: list[WorkerEnd]) -> WorkerEnd:
@@ -271,7 +271,7 @@ def how_stopped(ends: list[WorkerEnd]) -> str:
     return f"{first.name(len(ends), 'the script')} ended {how}"
 
 
-def _unsaid_cause(ends: list[WorkerEnd], failed: list[WorkerEnd]) -> WorkerEnd | None:
+def _silent_cause(ends: list[WorkerEnd], failed: list[WorkerEnd]) -> WorkerEnd | None:
     """Find the rank that the others lost, if they only report lost peers: one that exited with 0, or one that hung."""
     left = [end for end in ends if end.exit_code == 0 and not end.is_consequence]
     has_waited = any(end.has_timed_out for end in failed)
@@ -391,7 +391,7 @@ def _left(end: WorkerEnd, who: str) -> str:
 
 
 def _handled(report: FailureRecord | Departure) -> str:
-    """Return a line for each exception that a rank was handling when it failed: it may say the real reason."""
+    """Return a line for each exception that a rank was handling when it failed: one may be the real reason."""
     return "".join(f"\n  while it handled {_set_in(_brief(one))}" for one in report.handled)
 
 

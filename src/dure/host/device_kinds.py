@@ -193,8 +193,8 @@ def autocast_dtypes(name: str) -> Collection[Any] | None:
     """Return the dtypes of autocast that the module of a kind from outside names; None for a kind that torch knows."""
     if name in KINDS:
         return None
-    told = getattr(_module(name), "get_amp_supported_dtype", None)
-    return () if told is None else tuple(told())
+    find_dtypes = getattr(_module(name), "get_amp_supported_dtype", None)
+    return () if find_dtypes is None else tuple(find_dtypes())
 
 
 # --- counts, and what a fork may leave behind

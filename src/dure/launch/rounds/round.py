@@ -79,7 +79,7 @@ def run_round(
 
 
 def _is_cause_worth_waiting_for(launch: Launch) -> bool:
-    """Return whether ranks may take long from an error to its report, as scripts that clean up: a task's ranks do not.
+    """Return whether ranks may take long from an error to its report: scripts may clean up, a task's ranks do not.
 
     Without restarts nothing is lost by waiting.
     """

@@ -35,7 +35,7 @@ class Microbatch(NamedTuple):
 
 
 class RowWatch:
-    """Watch over batches of one row per sample, of which some may have fewer: `collate` may leave bad samples out."""
+    """Watch for batches with fewer rows than samples, as when `collate` leaves bad samples out."""
 
     def __init__(self) -> None:
         self._num_alike = 0
@@ -75,7 +75,7 @@ def map_tensors(value: Any, change: Callable[[Tensor], Any]) -> Any:
 
 
 def own_copy(value: Any) -> Any:
-    """Return nested containers and tensors that code may change without a change of those given."""
+    """Return a copy of nested containers and tensors, so that code may change it without changing the originals."""
     return map_leaves(value, lambda leaf: leaf.clone() if isinstance(leaf, Tensor) else leaf, copies=True)
 
 

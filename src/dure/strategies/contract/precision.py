@@ -123,7 +123,7 @@ class Precision:
 
 
 def fault_of_precision(name: str, device_type: str) -> str | None:
-    """Return a sentence if a kind of devices does not have a precision, of which torch would at most warn."""
+    """Return a sentence if a kind of device lacks a precision, about which torch would only warn, if anything."""
     if name == "tf32" and not device_kind(device_type).has_tf32:
         return f"precision is tf32, in which {device_type} devices do not compute: use fp32"
     dtypes = autocast_dtypes(device_type)
@@ -151,7 +151,7 @@ def refuse_closure(optimizer: Optimizer, error: Exception) -> None:
 
 
 def is_about_closure(error: Exception) -> bool:
-    """Return whether an exception of an optimiser's step says that it misses a closure, or comes of a call of none."""
+    """Return whether an optimiser's step failed for want of a closure: the exception says so, or None was called."""
     if "closure" in str(error).lower():
         return True
     if not isinstance(error, TypeError) or "'NoneType' object is not callable" not in str(error):

@@ -26,9 +26,9 @@ NO_REQUESTS = Requests()
 
 
 class DeferredRead:
-    """Numbers of a tensor, of an accelerator copied to the host behind the computation.
+    """Numbers of a tensor, which an accelerator copies to the host after the computations queued so far.
 
-    `read` waits for what was enqueued before the copy, and for nothing that came after it.
+    `read` waits for these and for the copy, and for nothing that was queued later.
     """
 
     def __init__(self, numbers: Tensor) -> None:

@@ -199,7 +199,7 @@ class Strategy(ABC):
 
     def optimizer_step(self) -> None:
         """Correct the count, clip by the norm of the true global gradient, and step."""
-        # a call between two passes over the model finds the processor's caches full of it, and takes half a microsecond
+        # each call takes half a microsecond here: two passes over the model have just filled the processor's caches
         if self.expectation is not None:
             self._correct_count()
         if self.precision.scaler is not None:
@@ -440,7 +440,7 @@ class Strategy(ABC):
     def check_groups(self) -> None:
         """Refuse parameters and groups that the optimiser got or lost during the run, if ranks would not follow them.
 
-        So are parameters that the schedule has frozen or unfrozen, also on ranks that compute no loss.
+        Refuse parameters that the schedule has frozen or unfrozen as well, also on ranks that compute no loss.
 
         Raises:
             TaskInvalid: The optimiser was divided before, or it got parameters that were made on the way.
@@ -448,7 +448,7 @@ class Strategy(ABC):
         if self.rules.freezing == "refused" and (freezing := self.watch.freezing()) is not None:
             self.follow_freezing(freezing)
         if not self.rules.follows_groups and self.rules.freezing != "followed" and self.traits.unfrozen_later:
-            # here the schedule may not reach them, because a rank's optimiser has those that are trained
+            # a rank's optimiser has only the trained parameters, so the schedule may not reach the others here
             raise TaskInvalid(freezing_fault(self.traits.unfrozen_later, "unfroze", self.info.name))
         if self.rules.follows_groups and self.group.world_size == 1:
             return

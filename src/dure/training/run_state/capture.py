@@ -20,7 +20,7 @@ from dure.training.task.identity import refusal
 _OWN = "strategy."
 """Prefix of the names of a strategy's state for one rank."""
 _STREAM = "stream"
-"""Name of a rank's `Strategy.random_stream`, which says with which ranks it draws alike."""
+"""Name of a rank's `Strategy.random_stream`; ranks of the same stream make the same draws."""
 
 
 @dataclass

@@ -1,7 +1,7 @@
-"""Comparison of the factors on the learning rate that ranks have stepped by.
+"""Comparison of the schedule's factors that ranks have used.
 
-A schedule may follow state that the loss or an evaluation keeps. Ranks of one model may each have their own, and those
-that compute no loss have none. Comparisons of replicas do not see it where ranks hold different parts.
+A schedule may depend on state that the loss or an evaluation keeps. Each rank may have its own such state, and ranks
+that compute no loss have none. A comparison of replicas does not show it if ranks hold different parts of the model.
 """
 
 import zlib

@@ -87,7 +87,7 @@ class LiveShare:
     def _keep_constant(self, share: RankShard) -> None:
         """Encode once the parts that stay the same as long as the watch sees no change."""
         self._groups: list[tuple[str, _PlainText]] | None = None
-        self._extra, self._far = _PlainText(), _PlainText()
+        self._extra, self._progression_text = _PlainText(), _PlainText()
         if not self._watch.is_plain or not share.state:
             return
         tree = parse_json(share.state, may_repeat_keys=True, most_depth=None)
@@ -119,7 +119,7 @@ class LiveShare:
             return None
         optimizer, model_extra, identity = self._constant
         plain = plain_state(self._session, self._progression)
-        progression = self._far.now(plain.pop("progression"))[2:]
+        progression = self._progression_text.now(plain.pop("progression"))[2:]
         extra = f'{{"progression": {{{progression}}}{self._extra.now(plain)}, "identity": {identity}}}'
         return (
             f'{optimizer}, "state": {{{state}}}, "groups": [{", ".join(groups)}]}}, '

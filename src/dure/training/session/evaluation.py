@@ -209,12 +209,12 @@ def _evaluation_call(
             loss = strategy.computed(task.loss, model, there)
             if not isinstance(loss, Sum):
                 loss = _mean_as_sum(loss, num_samples)
-            # the loss may set them in each of its calls, those of training too
+            # after the loss, which may set the flags in each of its calls, in training as well
             are_trained = {name: parameter.requires_grad for name, parameter in model.named_parameters()}
             measured = strategy.computed(task.metrics, model, there) if has_metrics else {}
         changed = []
         for name, parameter in model.named_parameters():
-            parameter.grad = None  # of a backward pass of loss or metrics: the next step begins without gradients
+            parameter.grad = None  # loss or metrics may call backward, and the next step begins without gradients
             if parameter.requires_grad is not are_trained.get(name):
                 changed.append(name)
         if changed:

@@ -1,9 +1,8 @@
-"""Initial values of large weights, which a model that is built again draws in several threads.
+"""Initial values of large weights, drawn by several threads when a model is built again.
 
-Values follow from the state in which the generator is before they are drawn, and it moves with each of them, so that a
-build draws one weight after the other. The first build of a run records where the generator was after each weight. A
-later one, after a failure or at a resume, moves it there at once while threads draw the values
-(`benchmarks/initial_draws.py`).
+Each draw depends on the generator's state before it and changes that state, so a first build must draw one weight after
+the other. It records the generator's state after each weight. A later build, after a failure or at a resume, sets the
+generator to the recorded state at once, while threads draw the values (`benchmarks/initial_draws.py`).
 """
 
 import base64
@@ -20,9 +19,9 @@ from torch.overrides import TorchFunctionMode
 from dure.strategies.state.containers import tensors_in
 
 _LEAST_ITEMS = 2**16
-"""Items of the smallest tensor whose draw is recorded; a smaller one takes no longer than looking it up."""
+"""Items of the smallest tensor whose draw is recorded; drawing a smaller one takes no longer than looking it up."""
 _WORTHWHILE_ITEMS = 2**24
-"""Items of all recorded draws from which on they are kept: a tenth of a second."""
+"""Minimum items of all draws for which their record is kept: drawing them takes a tenth of a second."""
 _MOST_DRAWS = 4096
 """Maximum recorded draws, of 5 kB each."""
 _NEED_NO_GRAD = (Tensor.uniform_, Tensor.normal_)
@@ -36,13 +35,13 @@ _EXPOSE_MEMORY = (
 
 
 class InitialDraws:
-    """States of torch's generator after the draws of a build, by all that they follow from."""
+    """States of torch's generator after the draws of a build, by all that each draw depends on."""
 
     def __init__(self, states: Mapping[str, bytes] | None = None) -> None:
         self._states = dict(states or {})
         self._num_items = 0
         self.is_new = False
-        """True if states were recorded that are worth being kept."""
+        """True if states worth keeping were recorded."""
 
     @classmethod
     def from_json(cls, record: Any) -> "InitialDraws":
@@ -61,7 +60,7 @@ class InitialDraws:
 
     @contextmanager
     def of_build(self) -> Iterator[None]:
-        """Record the draws in the context, or draw in threads what is recorded; all values are there when it ends."""
+        """Record the draws in the context, or make recorded ones in threads; wait for all values at its end."""
         with ThreadPoolExecutor(torch.get_num_threads()) as threads, _Draws(self, threads) as draws:
             yield
             draws.wait()
@@ -179,7 +178,7 @@ def _owns_memory(tensor: Tensor) -> bool:
 
 
 def _key(before: Tensor, func: Any, target: Tensor, args: Sequence[Any], kwargs: Mapping[str, Any]) -> str:
-    """Return a digest of all that a draw follows from."""
+    """Return a digest of all that a draw depends on."""
     given = {name: value for name, value in kwargs.items() if name != "generator"}
     words = (
         torch.__version__, torch.backends.cpu.get_cpu_capability(), func.__qualname__, tuple(target.shape),

@@ -1,4 +1,4 @@
-"""Detection of samples that loader processes read in another way, because they keep older state."""
+"""Detection of samples that loader processes read differently, because they keep older state."""
 
 import math
 import time
@@ -24,7 +24,7 @@ _MOST_SECONDS = 0.2
 
 
 class LoaderCopies:
-    """First samples as this process reads them, for comparison with later reads. Loader processes began like that."""
+    """First samples as this process reads them at the start, like loader processes, for comparison with later reads."""
 
     def __init__(self, loader: Loader, order: SampleOrder, objects: Mapping[str, object]) -> None:
         """Read the samples twice, because some differ each time.
@@ -42,7 +42,7 @@ class LoaderCopies:
             self._indices = []
 
     def differ(self) -> bool:
-        """Return whether the batch of the samples is another one now than at first; True only once."""
+        """Return whether the batch of the samples has changed since the first read; True only once."""
         now = self._digest()
         if now is None or now == self._first:
             return False
@@ -52,7 +52,7 @@ class LoaderCopies:
     def _digest(self, most_seconds: float = math.inf) -> str | None:
         """Return the digest of the batch of the samples, or None if there is none.
 
-        Of the samples only that counts which `collate` takes: they may hold caches, or the time of their read.
+        Only what `collate` takes of the samples counts: they may also hold caches, or the time at which they were read.
 
         Args:
             most_seconds: Seconds after which the rest of the samples is left out for good.

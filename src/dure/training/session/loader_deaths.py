@@ -11,8 +11,8 @@ from typing import Any
 class LoaderDeaths:
     """Handler of SIGCHLD that lets torch's handler raise only while a batch is awaited.
 
-    By itself torch's handler raises between any two instructions of this process. If that is in code which puts state
-    back after a trial, or which may fail, training goes on from state that was put back in part: a snapshot of it then
+    By itself, torch's handler raises between any two instructions of this process. While state is restored after
+    a trial, or inside code that may fail, that left the state partly restored, and training went on from it: a snapshot
     had other random numbers than the undisturbed run.
     """
 
@@ -58,4 +58,4 @@ class LoaderDeaths:
 
 
 LOADER_DEATHS = LoaderDeaths()
-"""The only one of this process, as its handler of the signal is."""
+"""The only one of this process, which has one handler for the signal."""

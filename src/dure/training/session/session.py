@@ -175,7 +175,7 @@ def open_session(
         seed_everything(spec.seed)
         with startup.step("loading the data"):
             train_data, eval_data = task.train_data(), task.eval_data()
-        # in one process nothing reads evaluation data before the first evaluation, and what reading changes is no state
+        # in one process nothing reads evaluation data before the first evaluation, and a change by reading is no state
         data_state = DataState(train_data, eval_data if group.world_size > 1 else None)
         data = _Data.of(spec, task, train_data, eval_data, devices[0])
         seed_everything(spec.seed)
@@ -212,7 +212,7 @@ def open_session(
     notes += not_kept
     if data_state.keeps_random_values(lambda each, *place: SampleFetch(each, task.collate, spec.seed).sample(*place)):
         notes.append(_KEPT_DRAWS)
-    data_state.record()  # trials before have put tensors back
+    data_state.record()  # trials have put tensors back, which counts as a change
     return Session(
         spec=spec,
         place=place,
@@ -258,7 +258,7 @@ def _not_kept_by_state_dict(model: nn.Module) -> list[str]:
 
 
 def _is_changed(tensor: Tensor, kept: object) -> bool:
-    """Return whether a state_dict has something else in the place of a tensor than the tensor without its graph."""
+    """Return whether a state_dict has anything but the tensor itself, without its graph, in place of a tensor."""
     if not isinstance(kept, Tensor):
         return True
     if kept is tensor or not (has_own_memory(kept) and has_own_memory(tensor)):

@@ -211,7 +211,7 @@ def phases_of(
         task: Task with the schedule.
         model: Whole model.
         order: Order of the training data.
-        changes: Gets what the schedule changes in the optimiser's groups and the model; None if it does not matter.
+        changes: Receives what the schedule changes in the optimiser's groups and the model; None if it does not matter.
     """
     total = total_samples(strategy.spec, order)
 

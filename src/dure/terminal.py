@@ -11,6 +11,7 @@ import shlex
 import shutil
 import sys
 import unicodedata
+from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any, TextIO
 
@@ -66,6 +67,12 @@ def indented(text: str) -> str:
     """Return a text with all lines after the first indented, because dure's own begin at the left margin."""
     first, *rest = printable(text).split("\n")
     return "\n".join([first, *(line if not line or line[0].isspace() else f"{_INDENT}{line}" for line in rest)])
+
+
+def few(items: Sequence[object], most: int = 4) -> str:
+    """Return the first items of an enumeration, and the number of further ones."""
+    shown = ", ".join(map(str, items[:most]))
+    return shown if len(items) <= most else f"{shown} and {len(items) - most} more"
 
 
 def shell_word(text: object) -> str:

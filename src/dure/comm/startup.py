@@ -11,6 +11,7 @@ from contextlib import contextmanager, suppress
 from typing import Protocol
 
 from dure.errors import PeerLost
+from dure.terminal import few
 
 _FIRST_POLL_SECONDS, _LONGEST_POLL_SECONDS = 0.001, 0.25
 _BEAT_SECONDS = 1.0
@@ -201,5 +202,4 @@ def _beating(step: _Step, notices: _Notices) -> Iterator[None]:
 
 
 def _ranks(ranks: list[int]) -> str:
-    shown = ", ".join(map(str, ranks[:8])) + (f" and {len(ranks) - 8} more" if len(ranks) > 8 else "")
-    return f"rank{'s' if len(ranks) > 1 else ''} {shown}"
+    return f"rank{'s' if len(ranks) > 1 else ''} {few(ranks, 8)}"

@@ -24,6 +24,7 @@ from dure.preflight.node_records import record_of_node
 from dure.preflight.settings import PreflightSettings
 from dure.process.jobs import PreflightJob
 from dure.process.stop_signals import stop_exit_code
+from dure.terminal import few
 from dure.units import format_seconds
 
 ENTRY = "dure.comm.entrypoints.preflight"
@@ -284,9 +285,7 @@ def _name(rank: int, where: Sequence[str]) -> str:
 
 
 def _names(ranks: Sequence[RankProgress], where: Sequence[str]) -> str:
-    names = [_name(progress.rank, where) for progress in ranks]
-    more = f" and {len(names) - _MOST_NAMED} more" if len(names) > _MOST_NAMED else ""
-    return ", ".join(names[:_MOST_NAMED]) + more
+    return few([_name(progress.rank, where) for progress in ranks], _MOST_NAMED)
 
 
 def _cure_of(at: str | None) -> str:

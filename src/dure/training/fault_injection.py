@@ -29,6 +29,7 @@ from dure.records import events
 from dure.records.run_dir import RunDir
 from dure.records.sums import Sum
 from dure.spec.fields import MOST_SECONDS
+from dure.terminal import few
 
 MOST_FAULTS = 1000
 _SHOW_IN_STEP = frozenset({"nan", "flip"})
@@ -211,11 +212,9 @@ class PlannedFaults:
         ]
         if not missed:
             return None
-        named = ", ".join(missed[:_SHOWN_NAMES])
-        more = f" and {len(missed) - _SHOWN_NAMES} more" if len(missed) > _SHOWN_NAMES else ""
         return (
             f"{len(missed)} of the planned faults never happened, and the run is complete with step {last_step}: "
-            f"{named}{more}"
+            f"{few(missed, _SHOWN_NAMES)}"
         )
 
     def around(self, loss: Callable[..., Any]) -> Callable[..., Any]:

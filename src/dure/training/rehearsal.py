@@ -17,7 +17,6 @@ from dure.errors import DureError, TaskInvalid, message_of
 from dure.records.step_record import Metric
 from dure.strategies.contract.abilities import own_state
 from dure.strategies.contract.declarations import depends_on_ranks
-from dure.strategies.contract.declarations import few as few_of
 from dure.strategies.contract.strategy import Strategy
 from dure.strategies.sections.absent_tensors import UsedState, UsedTensors
 from dure.strategies.state.checksum import checksum, checksums
@@ -30,6 +29,7 @@ from dure.strategies.state.objects.surroundings import Surroundings
 from dure.strategies.state.optimizer import settings_of
 from dure.strategies.state.shared_storage import recomputed_weights
 from dure.strategies.state.trial import KeptBuffers, Writes, is_same_value
+from dure.terminal import few as few_of
 from dure.torchcompat.compilation import all_as_written
 from dure.torchcompat.modes import without_function_modes
 from dure.torchcompat.tensors import local_tensor

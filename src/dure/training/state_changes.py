@@ -7,10 +7,10 @@ changes by the loss that no trial before training showed, and state that no chec
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
-from dure.strategies.contract.declarations import few
 from dure.strategies.state.objects.object_state import ObjectState
 from dure.strategies.state.shared_storage import recomputed_weights
 from dure.strategies.state.trial import KeptBuffers
+from dure.terminal import few
 from dure.torchcompat.optimizers import step_hook_registries
 from dure.training.objects.optimizer_watch import OptimizerWatch
 from dure.training.rehearsal import is_divided_in_evaluation, kept_by_evaluation

@@ -25,7 +25,7 @@ from dure.launch.hangs.waits import (
 )
 from dure.process.stop_signals import signal_name
 from dure.records.run_dir import RunDir
-from dure.terminal import print_status
+from dure.terminal import few, print_status
 
 _LOADER_FILE = f"{os.sep}torch{os.sep}utils{os.sep}data{os.sep}"
 _DEBUGGER_FILES = tuple(os.path.join(os.path.dirname(os.__file__), name) for name in ("bdb.py", "code.py"))
@@ -361,8 +361,7 @@ def _progress(states: Sequence[RankState], *, with_sequence: bool) -> str:
 
 def _ranks(places: Sequence[Where]) -> str:
     numbers = _ranks_of(places)
-    shown = ", ".join(map(str, numbers[:8])) + (f" and {len(numbers) - 8} more" if len(numbers) > 8 else "")
-    return f"rank {shown}" if len(numbers) == 1 else f"ranks {shown}"
+    return f"rank{'s' if len(numbers) > 1 else ''} {few(numbers, 8)}"
 
 
 def _activity(places: Sequence[Where]) -> str:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from dure.failures.frames import Frame, own_file, own_folder, users_frame
 from dure.launch.hangs.rank_state import Call, Collective, RankState
+from dure.terminal import few
 
 BUSY_FRACTION = 0.5
 _SHARED_MEMORY_FILE = own_file("dure.comm.dure_shm.tensors")
@@ -76,9 +77,8 @@ class Wait:
     def _where(self, world: Iterable[int]) -> str:
         if self.is_of_default or self.members is None:
             return ""
-        ranks = sorted(self.members)
-        shown = ", ".join(map(str, ranks[:8])) + (f" and {len(ranks) - 8} more" if len(ranks) > 8 else "")
-        return f" in group {self.group} ({'all ranks' if self.members >= set(world) else f'ranks {shown}'})"
+        members = "all ranks" if self.members >= set(world) else f"ranks {few(sorted(self.members), 8)}"
+        return f" in group {self.group} ({members})"
 
     def is_same_as(self, other: "Wait") -> bool:
         """Return whether two ranks are in the same call, as far as known."""

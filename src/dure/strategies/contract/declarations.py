@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from dure.spec import RunSpec
 from dure.strategies.contract.info import StrategyInfo
 from dure.strategies.contract.loss_traits import LossTraits
+from dure.terminal import few
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -180,9 +181,3 @@ def _of_model(traits: LossTraits) -> LossTraits:
         learned_buffers=tuple(name for name in traits.learned_buffers if name in traits.model_buffers),
         learned_state=tuple(filter(changed_inside, traits.learned_state)),
     )
-
-
-def few(names: Sequence[str]) -> str:
-    """Return the first four names, and the number of further ones."""
-    shown = ", ".join(names[:4])
-    return shown if len(names) <= 4 else f"{shown} and {len(names) - 4} more"

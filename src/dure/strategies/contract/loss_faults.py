@@ -8,12 +8,12 @@ from torch.optim import Optimizer
 
 from dure.comm.groups import Group
 from dure.errors import TaskInvalid
-from dure.strategies.contract.declarations import few
 from dure.strategies.contract.loss_traits import LossTraits
 from dure.strategies.contract.watch.parameter_watch import write_fault
 from dure.strategies.contract.weight_rules import WeightRules
 from dure.strategies.state.optimizer import first_state, has_other_values, order_digest, plain_settings
 from dure.strategies.state.shared_storage import sharing_memory
+from dure.terminal import few
 
 
 def faults_of_loss(

@@ -23,6 +23,7 @@ from dure.strategies.contract.weight_rules import WeightRules
 from dure.strategies.data_parallel.compression import Compression, check_compression
 from dure.strategies.data_parallel.gradient_sums import add_up_gradients, sum_of_sparse
 from dure.strategies.data_parallel.options import DDPOptions
+from dure.terminal import few
 from dure.torchcompat.collectives import buffer_option, check_reduction
 from dure.torchcompat.gradients import run_backward, without_gradient_hooks
 from dure.torchcompat.modules import BatchNorm
@@ -261,10 +262,9 @@ class DDP(Strategy):
         if not self.finds_unused:
             unused = [name for name, p in self.model.named_parameters() if id(p) in self._in_buckets and p.grad is None]
             if unused:
-                shown = ", ".join(unused[:8]) + (f" and {len(unused) - 8} more" if len(unused) > 8 else "")
                 raise UnusedParameters(
                     f"{len(unused)} parameter(s) got no gradient in the first step, and ddp waits for all of them: "
-                    f"{shown}; {self._unused_cure()}"
+                    f"{few(unused, 8)}; {self._unused_cure()}"
                 )
         for hook in self._arrival_hooks:
             hook.remove()

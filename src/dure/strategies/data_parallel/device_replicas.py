@@ -2,7 +2,6 @@
 
 from torch import nn
 
-from dure.strategies.contract.declarations import few
 from dure.strategies.contract.step_facts import StepFacts
 from dure.strategies.contract.strategy import Strategy
 from dure.strategies.contract.weight_rules import WeightRules
@@ -10,6 +9,7 @@ from dure.strategies.device_threads import DeviceThreads
 from dure.strategies.state.module_replicas import replicate
 from dure.strategies.state.objects.namespaces import ATOMS
 from dure.strategies.state.objects.object_state import is_inside, plain_attributes
+from dure.terminal import few
 
 
 class DeviceReplicas(Strategy):

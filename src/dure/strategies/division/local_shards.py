@@ -23,7 +23,6 @@ from torch.optim import Optimizer
 from dure.comm.groups import Group
 from dure.errors import SpecInvalid, TaskInvalid
 from dure.strategies.contract.batches import map_tensors
-from dure.strategies.contract.declarations import few
 from dure.strategies.contract.loss_traits import LossTraits
 from dure.strategies.contract.replica_state import ReplicaState, replica_state
 from dure.strategies.contract.strategy import Strategy
@@ -33,6 +32,7 @@ from dure.strategies.division.optimizer_trial import reason_not_to_cut
 from dure.strategies.division.step_hooks import fault_of_hooks, refuse_later_hooks
 from dure.strategies.state.optimizer import optimizer_to_names
 from dure.strategies.state.saved_state import StateSource, StrategyState
+from dure.terminal import few
 from dure.torchcompat.optimizers import found_overflows
 from dure.torchcompat.tensors import divided_like, own_attributes
 
@@ -206,8 +206,7 @@ def faults_of_shards(model: nn.Module, traits: LossTraits) -> list[str]:
     faults = []
     parameters = dict(model.named_parameters())
     if names := [name for name in traits.hooked_parameters if name in parameters]:
-        shown = ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
-        faults.append(f"there are hooks on parameters ({shown}), which their shards would not have: use ddp")
+        faults.append(f"there are hooks on parameters ({few(names)}), which their shards would not have: use ddp")
     state = (*traits.learned_state, *traits.counted_state)
     of_parameters = tuple(f"model.{name}." for name in parameters)
     if set_on := [path for path in state if path.startswith(of_parameters)]:

@@ -26,7 +26,7 @@ from dure.spec.mesh import parse_mesh
 from dure.strategies.contract.batch_parts import BatchParts, DataShare
 from dure.strategies.contract.batches import Microbatch, own_copy
 from dure.strategies.contract.context import StrategyContext
-from dure.strategies.contract.declarations import Findings, few
+from dure.strategies.contract.declarations import Findings
 from dure.strategies.contract.reduced_facts import reduced_facts
 from dure.strategies.contract.replica_state import ReplicaState, replica_state
 from dure.strategies.contract.step_clock import StepClock
@@ -50,6 +50,7 @@ from dure.strategies.state.saved_state import StateSource, StrategyState
 from dure.strategies.tensor_parallel.plan import axis_faults, needless_options, plan_of
 from dure.strategies.tensor_parallel.tensor_division import TensorDivision
 from dure.strategies.tensor_parallel.values import undivided
+from dure.terminal import few
 from dure.torchcompat.compilation import with_compilation
 
 AXES = ("data", "pipeline", "tensor")

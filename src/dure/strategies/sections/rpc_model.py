@@ -23,7 +23,6 @@ from dure.spec import RunSpec
 from dure.strategies.contract.batch_parts import DataShare
 from dure.strategies.contract.batches import Microbatch, to_device
 from dure.strategies.contract.context import StrategyContext
-from dure.strategies.contract.declarations import few
 from dure.strategies.contract.reduced_facts import reduced_facts
 from dure.strategies.contract.step_facts import Requests, StepFacts
 from dure.strategies.sections.absent_tensors import guarded
@@ -35,6 +34,7 @@ from dure.strategies.sections.sectioned_strategy import SectionedStrategy
 from dure.strategies.sections.stand_in import stand_in
 from dure.strategies.sections.trace import tensors_of
 from dure.strategies.sections.verify import SETS_GRADIENTS, changes_module, hooks_gradients, rehearse
+from dure.terminal import few
 from dure.torchcompat.gradients import has_accumulation_hooks
 from dure.torchcompat.imports import import_distributed_optim
 from dure.torchcompat.rpc import optimizer_of_references

@@ -12,7 +12,6 @@ from dure.comm.groups import Group
 from dure.errors import SpecInvalid, TaskInvalid
 from dure.strategies.contract.abilities import faults_of_optimizer
 from dure.strategies.contract.context import StrategyContext
-from dure.strategies.contract.declarations import few
 from dure.strategies.contract.strategy import Strategy
 from dure.strategies.contract.weight_rules import WeightRules
 from dure.strategies.division.optimizer_trial import faults_of_parts
@@ -27,6 +26,7 @@ from dure.strategies.state.checksum import checksum
 from dure.strategies.state.saved_state import StateSource, StrategyState
 from dure.strategies.state.tensor_shard import Needs
 from dure.strategies.state.trial import KeptBuffers
+from dure.terminal import few
 
 
 class SectionedStrategy(Strategy):

@@ -18,7 +18,6 @@ from dure.data.randomness import GeneratorStates
 from dure.errors import TaskInvalid, message_of
 from dure.records.sums import Sum
 from dure.strategies.contract.batches import map_tensors, own_copy
-from dure.strategies.contract.declarations import few
 from dure.strategies.contract.step_facts import checked_loss
 from dure.strategies.contract.strategy import Strategy
 from dure.strategies.sections.absent_tensors import UsedTensors, hollow
@@ -31,6 +30,7 @@ from dure.strategies.sections.values import describe
 from dure.strategies.state.checksum import checksum
 from dure.strategies.state.objects.object_state import ObjectState
 from dure.strategies.state.trial import KeptBuffers, Trial, is_equal
+from dure.terminal import few
 from dure.torchcompat.tensors import give_data
 
 SETS_GRADIENTS = (

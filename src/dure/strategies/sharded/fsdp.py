@@ -30,7 +30,7 @@ from dure.spec.mesh import parse_mesh
 from dure.strategies.contract.batch_parts import DataShare
 from dure.strategies.contract.batches import Microbatch, map_tensors
 from dure.strategies.contract.context import StrategyContext
-from dure.strategies.contract.declarations import Findings, few
+from dure.strategies.contract.declarations import Findings
 from dure.strategies.contract.reduced_facts import reduced_facts
 from dure.strategies.contract.step_facts import LossTerm, Requests, StepFacts
 from dure.strategies.contract.watch.parameter_watch import ParameterWatch
@@ -46,6 +46,7 @@ from dure.strategies.state.saved_state import StateSource, StrategyState
 from dure.strategies.tensor_parallel.layers import follow_placement
 from dure.strategies.tensor_parallel.plan import axis_faults, needless_options, plan_of
 from dure.strategies.tensor_parallel.tensor_division import TensorDivision
+from dure.terminal import few
 from dure.torchcompat.gradients import arguments_of_functions, run_backward
 from dure.torchcompat.modules import reduce_unused_too
 from dure.torchcompat.tensors import give_data, own_attributes, read_whole_numbers

@@ -14,6 +14,7 @@ from dure.errors import CheckpointDamaged, CheckpointMismatch
 from dure.own_files import sync_folder
 from dure.strategies.state.optimizer import optimizer_from_names
 from dure.strategies.state.tensor_shard import Needs, SavedTensor, TensorShard, own_shard, whole_buffers
+from dure.terminal import few
 from dure.torchcompat.tensors import bytes_of
 from dure.training.checkpoints.durable_files import (
     check_file,
@@ -394,8 +395,7 @@ def _describe(dtype: str, shape: tuple[int, ...]) -> str:
 def _listed(what: str, names: list[str]) -> list[str]:
     if not names:
         return []
-    more = f" and {len(names) - FEW} more" if len(names) > FEW else ""
-    return [f"{len(names)} {'tensor' if len(names) == 1 else 'tensors'} {what}: {', '.join(names[:FEW])}{more}"]
+    return [f"{len(names)} {'tensor' if len(names) == 1 else 'tensors'} {what}: {few(names, FEW)}"]
 
 
 def export_weights(path: Path, out: Path) -> int:

@@ -14,10 +14,10 @@ from typing import Any
 
 from dure.errors import ReplicasDiverged, SpecInvalid, TaskInvalid
 from dure.records import events
-from dure.strategies.contract.declarations import few
 from dure.strategies.contract.replica_state import replica_of
 from dure.strategies.state.checksum import checksum
 from dure.strategies.state.optimizer import difference_of_settings, plain_settings
+from dure.terminal import few
 from dure.torchcompat.optimizers import is_of_torch, step_hooks
 from dure.training.run_state.capture import Progression
 from dure.training.run_state.divergence import Divergence, common_parts, find_divergence

@@ -16,10 +16,9 @@ from dure.host.device_kinds import has_float64
 from dure.records.step_record import Metric
 from dure.records.sums import Sum, exact_sum
 from dure.strategies.contract.batches import to_device
-from dure.strategies.contract.declarations import few
 from dure.strategies.contract.strategy import Strategy
 from dure.strategies.device_threads import DeviceThreads
-from dure.terminal import print_status
+from dure.terminal import few, print_status
 from dure.training.session.loader import FetchRequest, Loader
 from dure.training.session.metric_checks import check_count, check_name, check_sum, doubt
 from dure.training.task.task import Task

@@ -24,6 +24,7 @@ from dure.process.stop_signals import STOP_SIGNALS
 from dure.strategies.contract.batches import map_tensors, to_device
 from dure.strategies.sections.absent_tensors import guarded
 from dure.strategies.state.containers import tensors_in
+from dure.terminal import few
 from dure.training.session.loader_deaths import LOADER_DEATHS
 from dure.training.session.odd_samples import odd_samples
 from dure.training.task.task import Task
@@ -151,9 +152,7 @@ def _naming(doing: str, indices: Sequence[int], samples: Sequence[Any] = ()) -> 
     try:
         yield
     except Exception as error:
-        named = ", ".join(map(str, indices[:_MOST_NAMED]))
-        more = f" and {len(indices) - _MOST_NAMED} more" if len(indices) > _MOST_NAMED else ""
-        error.add_note(f"while {doing} sample{'s' if len(indices) > 1 else ''} {named}{more} of the data")
+        error.add_note(f"while {doing} sample{'s' if len(indices) > 1 else ''} {few(indices, _MOST_NAMED)} of the data")
         with suppress(Exception):  # samples of unusual classes may fail here; only the task's error matters
             if samples and (text := odd_samples(samples, indices)) is not None:
                 error.add_note(text)

@@ -22,7 +22,7 @@ from dure.process.context import Place
 from dure.spec import RunSpec
 from dure.strategies.contract.abilities import faults_of_model, role_of
 from dure.strategies.contract.context import StrategyContext
-from dure.strategies.contract.declarations import depends_on_ranks, few
+from dure.strategies.contract.declarations import depends_on_ranks
 from dure.strategies.contract.loss_traits import LossTraits
 from dure.strategies.contract.precision import Precision, allow_tf32
 from dure.strategies.contract.strategy import LossFunction, Strategy
@@ -31,7 +31,7 @@ from dure.strategies.state.objects.used_globals import state_outside
 from dure.strategies.state.shared_storage import has_own_memory, sharing_memory
 from dure.strategies.state.trial import is_equal
 from dure.strategies.table import STRATEGIES, load_strategy
-from dure.terminal import print_status
+from dure.terminal import few, print_status
 from dure.torchcompat.devices import bind_to_numa_node
 from dure.torchcompat.gradients import settle_engine
 from dure.torchcompat.imports import import_late_parts

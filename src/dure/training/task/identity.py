@@ -12,6 +12,7 @@ from typing import Any
 from dure.errors import DataInvalid, TaskInvalid
 from dure.strategies.contract.batches import map_tensors
 from dure.strategies.state.containers import tensors_in
+from dure.terminal import few
 from dure.training.task.code_digest import code_digests
 from dure.training.task.digests import digest
 from dure.training.task.task import Task
@@ -65,8 +66,7 @@ class TaskIdentity:
         had = saved.get("code", {})
         names = [name for name in dict.fromkeys([*had, *self.code]) if had.get(name) != self.code.get(name)]
         if had and names:
-            more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
-            found.append(f"the code of {', '.join(names[:_SHOWN])}{more}")
+            found.append(f"the code of {few(names, _SHOWN)}")
         for key, what in (("train_samples", "training"), ("eval_samples", "evaluation")):
             before, now = saved.get(key), getattr(self, key)
             if before is not None and before != now:

@@ -18,8 +18,8 @@ from torch.nn.modules.module import (
 )
 
 from dure.errors import TaskInvalid
-from dure.strategies.contract.declarations import few
 from dure.strategies.state.checksum import checksums
+from dure.terminal import few
 
 _WRITTEN_PLACEHOLDER = "more than one element of the written-to tensor refers to a single memory location"
 """Part of torch's error for a write to a parameter of another rank, which is expanded from one number here."""

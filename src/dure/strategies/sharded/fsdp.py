@@ -39,11 +39,11 @@ from dure.strategies.division.local_shards import ShardedStrategy
 from dure.strategies.sharded.fsdp_units import Unit, find_units, has_batchnorm, parameter_bytes, unit_faults
 from dure.strategies.sharded.options import FSDPOptions
 from dure.strategies.sharded.outside_use import explained, without_shards
+from dure.strategies.sharded.reached_parameters import ReachedParameters, is_sharded
 from dure.strategies.state.batchnorm import convert_sync_batchnorm
 from dure.strategies.state.module_patterns import shortened
 from dure.strategies.state.objects.object_state import ObjectState
 from dure.strategies.state.saved_state import StateSource, StrategyState
-from dure.strategies.tensor_parallel.layers import follow_placement
 from dure.strategies.tensor_parallel.plan import axis_faults, needless_options, plan_of
 from dure.strategies.tensor_parallel.tensor_division import TensorDivision
 from dure.terminal import few
@@ -263,7 +263,7 @@ class FSDP(ShardedStrategy):
         Communication: a broadcast of each parameter from rank 0. Whole parameters are on the device one unit at a time.
         """
         ignored = set(self.scalars)
-        own = [p for p in module.parameters() if not self._is_shard(p) and p not in ignored]
+        own = [p for p in module.parameters() if not is_sharded(p) and p not in ignored]
         whole = [p for p in own if not isinstance(p, DTensor)]  # the others have rank 0's values already
         for parameter in whole:
             give_data(parameter, parameter.data.to(self.device).contiguous())
@@ -289,10 +289,6 @@ class FSDP(ShardedStrategy):
         for name, parameter in module.named_parameters():
             vars(parameter).update(attributes.get(name, {}))
         return gathered
-
-    def _is_shard(self, parameter: Tensor) -> bool:
-        """Return whether a parameter is divided over the axis `shard`, and not only over the axis `tensor`."""
-        return isinstance(parameter, DTensor) and "shard" in (parameter.device_mesh.mesh_dim_names or ())
 
     def _reduce_dtype(self, lowered: torch.dtype | None) -> torch.dtype | None:
         """Return the dtype in which gradients are added up; None for that of the parameters."""
@@ -324,25 +320,15 @@ class FSDP(ShardedStrategy):
         for module in self._sharded():
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
-        shards = {id(parameter) for parameter in self.model.parameters() if self._is_shard(parameter)}
+        shards = {id(parameter) for parameter in self.model.parameters() if is_sharded(parameter)}
         self._resources = ExitStack()
         self._resources.enter_context(arguments_of_functions(functools.partial(without_shards, shards)))
-        self._fills_unused = not all(reduce_unused_too(module) for module in self._sharded())
-        self._positions = {name: i for i, (name, _) in enumerate(self._named_trainable())}
         self._own_scalars = [parameter for parameter in self.trainable if parameter.dim() == 0]
-        self._reached: list[Tensor] = []
-        """Gathered parameters, and 0-dim ones, to which backward has given a gradient in this step."""
-        self._gathered: list[Tensor] = []
-        """All gathered parameters."""
-        self._divided: list[Tensor] = [parameter for parameter in self.trainable if isinstance(parameter, DTensor)]
-        self._position_of: dict[int, int] = {}
-        """Position among the trainable parameters, by the id of a tensor in `_reached`."""
-        for position, parameter in enumerate(self.trainable):
-            if parameter.dim() == 0:
-                self._watch(parameter, position)
+        fills_unused = not all(reduce_unused_too(module) for module in self._sharded())
+        self.reached = ReachedParameters(self.model, self.trainable, fills_unused=fills_unused)
         for unit in self.units:
-            self._watch_when_gathered(f"{unit.name}.", unit.module, unit.module)
-        self._watch_when_gathered("", self.model, self.objective)
+            self.reached.watch_when_gathered(f"{unit.name}.", unit.module, unit.module)
+        self.reached.watch_when_gathered("", self.model, self.objective)
         self._is_accumulating = False
         self.objective(None, 1)
         self._reshard()
@@ -379,36 +365,6 @@ class FSDP(ShardedStrategy):
             self.model, self.info.name, sees_writes=self.rules.undoes_writes, named=self.model.named_parameters
         )
 
-    def _named_trainable(self) -> list[tuple[str, nn.Parameter]]:
-        return [(name, p) for name, p in self.model.named_parameters() if p.requires_grad]
-
-    def _watch_when_gathered(self, prefix: str, module: nn.Module, sharded: nn.Module) -> None:
-        """Watch whole parameters, which exist from the first forward on and stay the same objects."""
-
-        def watch(_: nn.Module, inputs: Any) -> None:
-            for name, parameter in module.named_parameters():
-                vars(parameter).update(attributes.get(name, {}))
-                position = self._positions.get(prefix + name)
-                if position is not None and not self._is_shard(parameter) and parameter.dim():
-                    if isinstance(parameter, DTensor):
-                        follow_placement(parameter, parameter.placements[0])
-                    self._watch(parameter, position)
-                    watched.append(parameter)
-                    self._gathered.append(parameter)
-            handle.remove()
-
-        attributes = {name: own_attributes(p) for name, p in module.named_parameters()}
-        watched: list[nn.Parameter] = []
-        if self._fills_unused:
-            sharded.register_forward_hook(lambda module, inputs, outputs: _fill_in_backward(outputs, watched))
-
-        # hooks run in the order of registration, so fully_shard's has gathered the parameters by then
-        handle = sharded.register_forward_pre_hook(watch)
-
-    def _watch(self, parameter: nn.Parameter, position: int) -> None:
-        self._position_of[id(parameter)] = position
-        parameter.register_post_accumulate_grad_hook(self._reached.append)
-
     def _sharded(self) -> list[Any]:
         """Return the sharded modules, as extended by fully_shard."""
         return [*(unit.module for unit in self.units), self.objective]
@@ -424,7 +380,7 @@ class FSDP(ShardedStrategy):
         backward; per unit and step one reduce_scatter, and with several replicas one all_reduce of the shards.
         """
         self.sums.begin(requests)
-        self._reached.clear()
+        self.reached.begin_step()
         if self.division is not None:
             self.division.traffic.sent_bytes = 0
         pending = iter(microbatches)
@@ -466,7 +422,7 @@ class FSDP(ShardedStrategy):
         self.shards.take_gradients()
         if self.division is not None:
             self.division.keep_alike()
-        is_all_reached, used = self._used()
+        is_all_reached, used = self.reached.used(self.sums.dtype, self.device)
         # of ranks with the same samples, which have the same gradients, the first one's count
         own = [p.grad if self.share.leads else None for p in self._own_scalars]
         scalars = [torch.zeros(1, dtype=used.dtype) if gradient is None else gradient.reshape(1) for gradient in own]
@@ -486,18 +442,10 @@ class FSDP(ShardedStrategy):
                     parameter.grad = None
         return facts
 
-    def _used(self) -> tuple[bool, Tensor]:
-        """Return whether this rank's backward reached all parameters, and one number for each."""
-        reached = {self._position_of[id(parameter)] for parameter in self._reached}
-        if len(reached) == len(self.trainable):
-            return True, torch.ones(len(self.trainable), dtype=self.sums.dtype, device=self.device)
-        flags = [float(position in reached) for position in range(len(self.trainable))]
-        return False, torch.tensor(flags, dtype=self.sums.dtype, device=self.device)
-
     def optimizer_step(self) -> None:
         """Step the shards, and let parameters, gathered or not, have another version, as code that caches expects."""
         super().optimizer_step()
-        torch.autograd.graph.increment_version([*self._gathered, *self._divided])
+        self.reached.increment_versions()
 
     def evaluation_models(self) -> list[nn.Module]:
         """Return the model, with the parameters outside its units gathered.
@@ -639,17 +587,6 @@ def _recomputed(forward: Callable[..., Any], contexts: Callable[[], Any], *args:
     if not torch.is_grad_enabled():
         return forward(*args, **kwargs)
     return checkpoint(forward, *args, use_reentrant=False, context_fn=contexts, **kwargs)
-
-
-def _fill_in_backward(outputs: Any, parameters: Sequence[nn.Parameter]) -> None:
-    """Give parameters zero gradients when backward reaches a result computed from some of them."""
-
-    def fill(gradient: Tensor) -> None:
-        for parameter in parameters:
-            if parameter.grad is None:
-                parameter.grad = torch.zeros_like(parameter)
-
-    map_tensors(outputs, lambda tensor: tensor.register_hook(fill) if tensor.requires_grad else None)
 
 
 def _without_base(tensor: Tensor) -> Tensor:

@@ -1,9 +1,7 @@
 """Rank of a run whose processes a launcher started: torchrun, Slurm, Open MPI, or any other in `cluster/rank.py`."""
 
-import os
 import time
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,6 +14,7 @@ from dure.errors import DureError, Interrupted, RunInvalid, SpecInvalid, WorkerF
 from dure.failures.verdict import WorkerEnd
 from dure.host.device_kinds import device_kind
 from dure.host.devices import check_each_has_its_own, resolve_device
+from dure.host.environment import variables
 from dure.host.gpu_health import visible_gpus
 from dure.launch.nodes.peers import Nodes
 from dure.launch.rounds.outcome import Outcome
@@ -97,7 +96,7 @@ def train_under_launcher(
     asked = facts_to_agree_on(spec, is_resumed=resume is not None, is_auto=is_auto, is_launched=True)
     with (
         run.lock() if rank.rank == 0 else nullcontext(),
-        _variables(rank.to_environment() | interface_variables(interface)),
+        variables(rank.to_environment() | interface_variables(interface)),  # torchrun's, which user code reads
     ):
         return _judge_own_rank(run, spec, main(TrainJob(run=str(run.path), asked=asked), place), rank)
 
@@ -149,21 +148,6 @@ def _own_gpu(spec: RunSpec, rank: RankInfo) -> str | None:
         return None
     names = visible_gpus()
     return names[rank.local_rank % len(names)] or None if names else None
-
-
-@contextmanager
-def _variables(values: Mapping[str, str]) -> Iterator[None]:
-    """Set environment variables in a context: torchrun's, which user code reads under any launcher."""
-    before = {name: os.environ.get(name) for name in values}
-    os.environ.update(values)
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            if value is None:
-                del os.environ[name]
-            else:
-                os.environ[name] = value
 
 
 def _judge_own_rank(run: RunDir, spec: RunSpec, exit_code: int, rank: RankInfo) -> RunSummary:

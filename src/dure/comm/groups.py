@@ -1,12 +1,10 @@
 """Creation and destruction of process groups, and the operations that the loop needs of one."""
 
 import json
-import os
 import socket
-import sys
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
 from typing import Any, cast
 
@@ -17,6 +15,7 @@ from dure.cluster.rank import RankInfo
 from dure.comm.startup import Startup
 from dure.documents import parse_json
 from dure.host.backends import reaches, takes_devices_only
+from dure.host.environment import on_loopback
 from dure.process.context import StoreAddress
 from dure.torchcompat.collectives import abort_process_groups, default_store
 from dure.torchcompat.stores import store_at, store_on_socket
@@ -263,14 +262,6 @@ def open_group(
     return ProcessGroup(device, timeout_seconds=timeout_seconds, is_one_host=rank.is_one_host)
 
 
-@contextmanager
-def _gloo_on_loopback() -> Iterator[None]:
+def _gloo_on_loopback() -> AbstractContextManager[None]:
     """Prevent gloo from listening on the address of the host's name, which it looks up when a group is created."""
-    if "GLOO_SOCKET_IFNAME" in os.environ:
-        yield  # the user has selected an interface
-        return
-    os.environ["GLOO_SOCKET_IFNAME"] = "lo0" if sys.platform == "darwin" else "lo"
-    try:
-        yield
-    finally:
-        del os.environ["GLOO_SOCKET_IFNAME"]
+    return on_loopback("GLOO_SOCKET_IFNAME")

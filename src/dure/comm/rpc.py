@@ -7,12 +7,11 @@ interface.
 
 import os
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 
 from dure.comm.choice import host_numbers
 from dure.comm.groups import Group
 from dure.errors import SpecInvalid
+from dure.host.environment import on_loopback
 from dure.torchcompat.rpc import start_rpc, stop_rpc
 
 INTERFACE_VARIABLE = "TP_SOCKET_IFNAME"
@@ -46,23 +45,10 @@ def open_agent(group: Group, *, timeout_seconds: float) -> None:
             ]
         )
     by_memory = INTERFACE_VARIABLE not in os.environ and sys.platform == "linux"
-    with _on_loopback():
+    with on_loopback(INTERFACE_VARIABLE, "GLOO_SOCKET_IFNAME"):  # torch makes a gloo group of its own
         start_rpc(agent_name(group.rank), group.rank, group.world_size, timeout_seconds, by_memory=by_memory)
 
 
 def close_agent() -> None:
     """End the agent together with all others after all calls are done; none of them may be dead."""
     stop_rpc(_CLOSE_SECONDS)
-
-
-@contextmanager
-def _on_loopback() -> Iterator[None]:
-    """Select the loopback interface for TensorPipe, and for torch's gloo group, unless one is selected."""
-    loopback = "lo0" if sys.platform == "darwin" else "lo"
-    added = [name for name in (INTERFACE_VARIABLE, "GLOO_SOCKET_IFNAME") if name not in os.environ]
-    os.environ.update(dict.fromkeys(added, loopback))
-    try:
-        yield
-    finally:
-        for name in added:
-            del os.environ[name]

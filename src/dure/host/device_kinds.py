@@ -7,10 +7,12 @@ is asked of torch; `KINDS` has the rest. What is unknown of a kind (None there) 
 
 import functools
 import os
-from collections.abc import Callable, Collection, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Collection
+from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass
 from typing import Any
+
+from dure.host.environment import variables
 
 HOST = "cpu"
 _CHECK_WITHOUT_RUNTIME = "PYTORCH_NVML_BASED_CUDA_CHECK"
@@ -200,18 +202,9 @@ def autocast_dtypes(name: str) -> Collection[Any] | None:
 # --- counts, and what a fork may leave behind
 
 
-@contextmanager
-def runtimes_left_alone() -> Iterator[None]:
-    """Let code ask `torch.cuda.is_available()` inside without starting CUDA, which would not survive a fork."""
-    before = os.environ.get(_CHECK_WITHOUT_RUNTIME)
-    os.environ[_CHECK_WITHOUT_RUNTIME] = "1"
-    try:
-        yield
-    finally:
-        if before is None:
-            del os.environ[_CHECK_WITHOUT_RUNTIME]
-        else:
-            os.environ[_CHECK_WITHOUT_RUNTIME] = before
+def runtimes_left_alone() -> AbstractContextManager[None]:
+    """Return a context in which `torch.cuda.is_available()` starts no CUDA, which would not survive a fork."""
+    return variables({_CHECK_WITHOUT_RUNTIME: "1"})
 
 
 def count_of_torch(name: str) -> int:

@@ -18,6 +18,7 @@ from typing import Any
 
 from dure.host.cgroups import groups_of
 from dure.host.devices import available_memory_bytes, count_cores
+from dure.host.environment import LOOPBACK
 from dure.host.nvml import GpuFacts, gpu_facts
 from dure.preflight.settings import PreflightSettings
 
@@ -135,7 +136,7 @@ def host_facts(
         open_files=_finite(soft),
         most_open_files=_finite(hard),
         ports=_ports(address, settings.num_ranks),
-        interface=_interface(interface or loopback_name()),
+        interface=_interface(interface or LOOPBACK),
         lookup_seconds=_lookup_seconds(first_address),
         shared_memory=_space(SHARED_MEMORY) if sys.platform == "linux" else Space(path="", error="no such thing here"),
         runs=_durable_space(settings.runs_dir),
@@ -199,11 +200,6 @@ def _left_in_cgroup() -> int:
 # --- network
 
 
-def loopback_name() -> str:
-    """Return the name of the loopback interface."""
-    return "lo0" if sys.platform == "darwin" else "lo"
-
-
 def _interface(name: str) -> Interface | None:
     import psutil
 
@@ -219,7 +215,7 @@ def _interface(name: str) -> Interface | None:
         name=name,
         is_up=bool(found.isup),
         mtu=int(found.mtu),
-        is_loopback=name == loopback_name(),
+        is_loopback=name == LOOPBACK,
         megabits_per_second=int(found.speed),
     )
 

@@ -15,6 +15,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from dure.host.environment import LOOPBACK
 from dure.launch.hangs.rank_state import collective_from
 from dure.launch.scripts.main_module import exit_code_of, finish_files, run_as_main, traceback_of_main
 from dure.launch.worker.child import be_a_script
@@ -32,7 +33,6 @@ _kept: list[object] = []
 """Objects that the script leaves behind. A process group that is destroyed while the interpreter is alive joins its
 threads with the GIL held, which gloo's threads need too (5 of 11 plain DDP scripts hung so).
 """
-_LOOPBACK = "lo0" if sys.platform == "darwin" else "lo"
 _INTERFACE_VARIABLES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "TP_SOCKET_IFNAME")
 _LOCAL_RANK_FLAGS = {"dash": "--local-rank", "underscore": "--local_rank"}
 
@@ -92,7 +92,7 @@ def environment(job: ScriptJob, place: Place) -> dict[str, str]:
     assert place.store is not None
     rank = place.rank
     # otherwise gloo, NCCL and RPC would listen on the address of the host's name; the user's settings are kept
-    loopback = {} if job.num_nodes > 1 else {name: os.environ.get(name, _LOOPBACK) for name in _INTERFACE_VARIABLES}
+    loopback = {} if job.num_nodes > 1 else {name: os.environ.get(name, LOOPBACK) for name in _INTERFACE_VARIABLES}
     return {
         **loopback,
         **rank.to_environment(),

@@ -70,8 +70,8 @@ class WorkerEnd:
     memory_limit_bytes: int | None = None
     """Memory limit of the container or job that was exceeded; None if the host's memory was, or none."""
     crash: tuple[Frame, ...] = ()
-    """Frames of the thread that crashed in native code or got the signal, innermost first; of the main thread if no Python
-    thread did.
+    """Frames of the thread that crashed in native code or got the signal, innermost first; of the main thread if no
+    Python thread did.
     """
     is_at_crash: bool = False
     """True if the frames are those of the thread that crashed."""

@@ -30,7 +30,6 @@ from dure.strategies.state.saved_state import StrategyState
 from dure.strategies.state.tensor_shard import TensorShard, own_shard
 from dure.strategies.state.trial import Trial, sharing_state
 from dure.strategies.table import STRATEGIES, load_strategy
-from dure.terminal import few
 from dure.torchcompat.modules import move_module
 from dure.training.first_steps.values import (
     DTYPES,

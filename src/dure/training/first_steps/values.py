@@ -9,8 +9,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from dure.strategies.contract.declarations import few
 from dure.strategies.state.tensor_shard import TensorShard
+from dure.terminal import few
 
 NUM_STEPS = 2
 """Steps that are compared: in the second one momentum, buffers and all that a step leaves behind have an effect."""

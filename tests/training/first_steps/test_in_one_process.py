@@ -98,6 +98,26 @@ def test_gradient_that_is_rounding_then_it_is_no_difference_in_small_batches_too
     assert events_of(run, FirstStepsCompared)
 
 
+class Anneals(ZooTask):
+    """Anneals the weight of a term from another value than that of the class."""
+
+    weight = 1.0
+
+    def build_schedule(self, optimizer: Any, total_samples: int) -> Any:
+        def schedule(samples_seen: int) -> float:
+            self.weight = 2.0 * 0.97**samples_seen
+            return 1.0
+
+        return schedule
+
+    def loss(self, model: nn.Module, batch: Any) -> Any:
+        return super().loss(model, batch) + self.weight * model(batch[0]).square().mean()
+
+
+def test_schedule_that_sets_state_then_the_first_step_has_that_of_before(tmp_path):
+    assert events_of(train_case(tmp_path, Anneals(), "ddp", 2, **STEPS), FirstStepsCompared)
+
+
 def test_run_shorter_than_the_steps_then_its_only_step_is_compared(tmp_path):
     run = train_case(tmp_path, task_for("ddp"), "ddp", 2, samples=7, global_batch_size=7)
     assert [event.steps for event in events_of(run, FirstStepsCompared)] == [1]

@@ -231,7 +231,10 @@ class _Steps:
     def _steps(self, strategy: Strategy, order: SampleOrder) -> Iterator[int]:
         """Yield the number of each step when it has been taken."""
         total = total_samples(self.strategy.spec, order)
-        schedule = check_schedule(self.task.build_schedule(strategy.optimizer, total), strategy.optimizer)
+        given = self.task.build_schedule(strategy.optimizer, total)
+        # a run asks for its first factor before training too, and undoes what that sets
+        with Trial(self.model, {**self.strategy.objects, "schedule": given}, watches_writes=None):
+            schedule = check_schedule(given, strategy.optimizer)
         loop = TrainingLoop(
             strategy,
             self.loader,

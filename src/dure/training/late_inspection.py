@@ -16,9 +16,10 @@ from dure.strategies.state.batchnorm import FrozenStatistics
 from dure.strategies.state.objects.object_state import ObjectState
 from dure.strategies.state.trial import KeptBuffers
 from dure.training.inspection.additivity import tolerance_of
+from dure.training.inspection.loss_inspection import LossInspection
 from dure.training.rehearsal import few_losses
 from dure.training.session.session import Session
-from dure.training.session.task_inspection import inspection_of
+from dure.training.session.task_inspection import TaskInspection
 
 _ALWAYS = 3
 """Number of first checkpoints before which losses are compared; later, only before those whose number is a power of
@@ -132,8 +133,7 @@ class LateInspection:
         if strategy.group.rank:
             return None
         self._looked_at = time.monotonic()
-        loader = session.train_loader
-        inspection = inspection_of(strategy, session.task, strategy.model, loader, session.order)
+        inspection = self._inspection()
         num_samples = session.order.num_samples
         # other samples each time, to find rare cases
         figures, self._place = inspection.late_difference(self._place, num_samples)
@@ -147,12 +147,22 @@ class LateInspection:
         is_divided = len(strategy.parts.of_model(session.spec.global_batch_size)) > 1
         if not is_divided or strategy.traits.model_not_additive or not self._can_be_called():
             return None
-        inspection = inspection_of(strategy, session.task, strategy.model, session.train_loader, session.order)
+        inspection = self._inspection()
         num_samples = session.order.num_samples
         figures, self._place = inspection.late_difference_of_model(self._place, num_samples)
         if self._place + session.spec.global_batch_size > num_samples:
             self._place = 0
         return figures
+
+    def _inspection(self) -> LossInspection:
+        session, strategy = self._session, self._session.strategy
+        return TaskInspection(
+            strategy=strategy,
+            task=session.task,
+            model=strategy.model,
+            loader=session.train_loader,
+            order=session.order,
+        ).of_loss()
 
     def _difference_in_evaluation(self) -> str | None:
         session, strategy = self._session, self._session.strategy

@@ -44,7 +44,7 @@ from dure.training.session.initial_draws import InitialDraws
 from dure.training.session.loader import FetchRequest, Loader, SampleFetch, check_dataset
 from dure.training.session.one_process_build import OneProcessBuild, TaskParts, build_as_one_process
 from dure.training.session.sample_order import SampleOrder, total_samples
-from dure.training.session.task_inspection import inspected, phases_of
+from dure.training.session.task_inspection import TaskInspection
 from dure.training.session.task_products import built_model, checked_optimizer
 from dure.training.task.digests import code_digest
 from dure.training.task.given_task import make_task
@@ -192,11 +192,12 @@ def open_session(
     strategy.example = data.first_samples
     strategy.objects = {"task": task, **state_outside(task, model)}
     one_process_build = OneProcessBuild()
+    inspection = TaskInspection(strategy=strategy, task=task, model=model, loader=data.train_loader, order=data.order)
     with startup.step("trying the loss"):
         if reads and group.rank == 0 and group.world_size > 1:
             parts = TaskParts(task=task, train_data=train_data, eval_data=eval_data, model=model)
             one_process_build = build_as_one_process(spec, parts)
-        strategy.traits = _traits(strategy, task, model, data.train_loader, data.order, traits, one_process_build)
+        strategy.traits = _traits(inspection, traits, one_process_build)
     if faults := strategy.check_traits(model):
         raise SpecInvalid([f"strategy is {spec.strategy}: {fault}" for fault in faults])
     not_kept, aliases = _not_kept_by_state_dict(model), sharing_memory(model, strategy.objects)
@@ -204,7 +205,7 @@ def open_session(
         with startup.step("taking the first steps in one process"):
             before_prepare(strategy, task, model, data.train_loader, data.order)
     if later := strategy.traits.phases:
-        strategy.phases = functools.partial(phases_of(strategy, task, model, data.order).entered, later)
+        strategy.phases = functools.partial(inspection.phases().entered, later)
     strategy.prepare(model, checked_optimizer(task), around_loss(task.loss) if around_loss else task.loss)
     if not strategy.draws:
         strategy.random_stream = 0  # all ranks make the same draws for the optimiser, as one process does
@@ -325,27 +326,20 @@ class _Data:
         refuse_unlike_samples(group.all_gather_json(samples))
 
 
-def _traits(
-    strategy: Strategy,
-    task: Task,
-    model: nn.Module,
-    loader: Loader,
-    order: SampleOrder,
-    known: LossTraits | None,
-    one_process_build: OneProcessBuild,
-) -> LossTraits:
+def _traits(inspection: TaskInspection, known: LossTraits | None, one_process_build: OneProcessBuild) -> LossTraits:
     """Return the traits of the task's loss on all ranks, either the known ones or those of a new inspection."""
 
     def shared() -> LossTraits:
         if known is None:
-            return inspected(strategy, task, model, loader, order, one_process_build)
-        return LossTraits.from_json(strategy.group.all_gather_json(asdict(known))[0])
+            return inspection.traits(one_process_build)
+        return LossTraits.from_json(inspection.strategy.group.all_gather_json(asdict(known))[0])
 
     traits = shared()
     if not traits.has_failed and not traits.needs_optimizer:
         return traits
-    with without_new_hooks(model):
-        task.build_optimizer(model)  # for its side effects on the task; the strategy builds its own
+    with without_new_hooks(inspection.model):
+        # for its side effects on the task; the strategy builds its own
+        inspection.task.build_optimizer(inspection.model)
     if known is not None:
         return traits
     again = shared()

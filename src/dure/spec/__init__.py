@@ -2,7 +2,6 @@
 
 from dure.spec.fields import (
     EVALUATION_FIELDS,
-    EXECUTION_FIELDS,
     GROUPS,
     IDENTITY_FIELDS,
     LENGTH_FIELDS,
@@ -32,7 +31,6 @@ from dure.spec.strategy_traits import StrategyTable, option_names
 __all__ = [
     "ENVIRONMENT_PREFIX",
     "EVALUATION_FIELDS",
-    "EXECUTION_FIELDS",
     "GROUPS",
     "IDENTITY_FIELDS",
     "INTERNAL_PREFIX",

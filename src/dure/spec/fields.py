@@ -338,9 +338,6 @@ NODE_FIELDS = GROUPS[_Hosts.title]
 PLACE_FIELDS = ("runs_dir", "name", "share_run")
 """Fields for the run's location, fixed when its folder is created."""
 
-EXECUTION_FIELDS = tuple(name for name in SETTINGS if name not in (*LENGTH_FIELDS, *IDENTITY_FIELDS, *PLACE_FIELDS))
-"""Fields that every resume may change."""
-
 
 EVALUATION_FIELDS = (
     *("nproc", "device", "share_devices", "backend", "precision", "start", "threads", "timeout_seconds"),

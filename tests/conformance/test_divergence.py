@@ -65,8 +65,8 @@ def test_run_when_it_is_to_stop_then_it_names_rank_tensor_value_and_checkpoint(t
     said = (
         r"^rank 2 holds other values than ranks 0, 1 after step 8: .* on ranks 0, 1, .* on rank 2.*; all agreed after "
         r"step 6; likelier than broken hardware is code that does something on some ranks only .*: run again, and if "
-        r"the same tensor differs at the same step it is the code, .* go on from samples-000000000044, of before, with "
-        r"resume="
+        r"the same tensor differs at the same step it is the code, .* continue from the earlier checkpoint "
+        r"samples-000000000044 with resume="
     )
     with pytest.raises(WorkerFailed, match=said) as info:
         # a checkpoint that is still being written is none to go on from
@@ -94,7 +94,7 @@ def test_ranks_when_there_are_two_then_none_is_named_and_both_go_back(tmp_path):
     run = train_case(tmp_path, Regression(), "ddp", 2, faults=planned(tmp_path, 0, 6), **STEPS, **HEALS)
     assert diverged(run)["ranks"] == []
     assert (
-        "ranks 0, 1 hold different values after step 6, and of two nobody can say which are wrong"
+        "ranks 0, 1 hold different values after step 6, and with two it is unknown which are wrong"
         in diverged(run)["message"]
     )
     assert are_same_bits(weights_of(undisturbed), weights_of(run))

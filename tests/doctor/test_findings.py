@@ -67,7 +67,7 @@ def test_script_when_it_died_then_what_its_ranks_said_last_is_told(run):
     run.log_path(1).write_text("")
     finding = diagnose(run).findings[0]
     assert finding.what.splitlines()[-2:] == [
-        "  whether a rank had failed before, and why, only its supervisor knew; what the ranks said is left",
+        "  only its supervisor knew whether a rank had failed before, and why; the logs of the ranks are left",
         "  rank 0 said last: step 2",
     ]
     assert finding.files == ("logs/rank0.log",)

@@ -153,7 +153,7 @@ def _death(run: RunDir, seen: RunOverview, events: list[Event]) -> Iterator[Find
     lines += _last_records(run)
     if run.is_script:
         lines.append(
-            f"  whether a rank had failed before, and why, only its supervisor knew; {_what_is_left(seen, logs)}"
+            f"  only its supervisor knew whether a rank had failed before, and why; {_what_is_left(seen, logs)}"
         )
     lines += _last_lines(logs)
     yield Finding(
@@ -172,8 +172,8 @@ def _death(run: RunDir, seen: RunOverview, events: list[Event]) -> Iterator[Find
 
 def _what_is_left(seen: RunOverview, logs: list[Path]) -> str:
     if logs:
-        return "what the ranks said is left"
-    return "one rank alone speaks to the terminal and has no log" if seen.world_size == 1 else "the ranks said nothing"
+        return "the logs of the ranks are left"
+    return "a single rank has the terminal and no log" if seen.world_size == 1 else "the ranks printed nothing"
 
 
 def _verdict_of_ranks(run: RunDir, since: float) -> str | None:
@@ -281,7 +281,7 @@ def _events(events: list[Event]) -> Iterator[Finding]:
         yield Finding(
             id="rank_lost",
             severity="warning",
-            what=f"rank {event.rank} was lost, and {samples} samples of its shares were used by nobody",
+            what=f"rank {event.rank} was lost, and {samples} samples of its shares were not used",
             files=("events.jsonl",),
         )
 

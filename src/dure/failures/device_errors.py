@@ -280,7 +280,7 @@ def _cure(kind: _Kind, ill: dict[int, GpuHealth], found: dict[int, GpuHealth], *
     if kind.of == GPU or ill:
         return (
             f"look at it with `dure preflight` and {show}; reset it ({reset}) or leave it out with "
-            "CUDA_VISIBLE_DEVICES, and have it replaced if that comes again"
+            "CUDA_VISIBLE_DEVICES, and have it replaced if this happens again"
         )
     if os.environ.get("CUDA_LAUNCH_BLOCKING") == "1":
         late = "CUDA_LAUNCH_BLOCKING is 1, so it is this line's kernel: look at what it is given"

@@ -423,7 +423,7 @@ def _waits(first: WorkerEnd, others: list[WorkerEnd]) -> Iterator[str]:
             yield f"  rank {end.rank} was in {failure.collective}{where}"
     if first.exit_code == -signal.SIGABRT and first.crash and not first.is_at_crash:
         yield (
-            "  gloo aborts so where ranks do not agree on the shape or the type of what they send, where code closes "
-            "descriptors that it did not open, or where none is free (ulimit -n), and torch RPC at a port "
-            "(TP_SOCKET_IFNAME) where anything but a rank connects"
+            "  gloo aborts like this if ranks send different shapes or types, if code closes descriptors that it did "
+            "not open, or if none is free (ulimit -n); torch RPC does if anything but a rank connects to its port "
+            "(TP_SOCKET_IFNAME)"
         )

@@ -506,7 +506,7 @@ class Trainer:
             )
         if self.position.samples_seen >= session.total_samples:
             self.progress.print_lines(
-                "nothing is left to do: the run is as long as it was to be; to go on give more --epochs"
+                "nothing is left to do: the run has its full length already; give more --epochs to continue"
             )
         for line in strategy.describe():
             self.progress.print_lines(line)

@@ -124,7 +124,7 @@ def divergence(odd, values, tensors=("w",)):
         ),
         (
             divergence((), {0: "1.0", 1: "0.5"}, ("w", "x", "y", "z", "q")),
-            "ranks 0, 1 hold different values after step 9, and of two nobody can say which are wrong: "
+            "ranks 0, 1 hold different values after step 9, and with two it is unknown which are wrong: "
             "w[0] is 1.0 on rank 0, 0.5 on rank 1 (also x, y, z and 1 more)",
         ),
     ],

@@ -42,7 +42,7 @@ class Divergence:
             verb = "hold" if len(self.odd) > 1 else "holds"
             who = f"{_listed(self.odd)} {verb} other values than {_listed(others)} after step {step}"
         else:
-            which = "of two nobody can say which are wrong" if len(self.holders) == 2 else "none are the majority's"
+            which = "with two it is unknown which are wrong" if len(self.holders) == 2 else "none are the majority's"
             who = f"{_listed(self.holders)} hold different values after step {step}, and {which}"
         shown = ", ".join(f"{value} on {_listed(ranks)}" for value, ranks in self._ranks_by_value().items())
         more = ""

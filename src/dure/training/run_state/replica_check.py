@@ -246,9 +246,9 @@ class ReplicaCheck:
         if self.heals:
             raise ReplicasDiverged(f"{seen}; {_CAUSE}", self.agreed_samples)
         if checkpoint is None:
-            cure = "there is no checkpoint of before, so begin anew"
+            cure = "there is no earlier checkpoint, so begin with the first step"
         else:
-            cure = f"what was trained since is not to be trusted: go on from {checkpoint}, of before, with --resume"
+            cure = f"the steps since cannot be trusted: continue from the earlier checkpoint {checkpoint} with --resume"
         raise ReplicasDiverged(f"{seen}; {_CAUSE}; {cure} (--on-divergence heal does that by itself)")
 
     def close(self) -> None:

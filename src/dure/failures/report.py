@@ -557,8 +557,11 @@ def _unreadable_line(error: BaseException) -> list[traceback.FrameSummary]:
 def _origin(error: BaseException) -> Literal["library", "dure"]:
     """Return the owner, `dure` or `library`, of an exception that no line of the task is involved in.
 
-    Native code leaves no frame: an error of torch's (a RuntimeError) seems to come from the line that called it.
+    Native code leaves no frame: an error of torch's (a RuntimeError) seems to come from the line that called it. The
+    death of a loader process is torch's, too, where dure raises it later than torch's signal handler.
     """
+    if _is_loader_lost(error):
+        return "library"
     frames = frames_of(error)
     if not frames or not frames[-1].filename.startswith(OWN_ROOT):
         return "library" if frames else "dure"

@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch.utils.data import Dataset
 
+from dure.failures.report import describe_failure
 from dure.training.session.loader import FetchRequest, Loader, SampleFetch
 from dure.training.session.loader_deaths import LoaderDeaths
 
@@ -45,8 +46,10 @@ def test_death_between_two_batches_is_raised_with_the_next(batches):
     next(batches)
     end_loader()
     time.sleep(0.05)  # by itself torch raises here
-    with pytest.raises(RuntimeError, match=ENDED):
+    with pytest.raises(RuntimeError, match=ENDED) as raised:
         next(batches)
+    raised.value.__traceback__ = raised.value.__traceback__.tb_next  # this test stands where dure's own code does
+    assert describe_failure(raised.value, rank=0, step=3).origin == "library"  # after dure's own there is no restart
 
 
 def test_death_while_a_batch_is_awaited_is_raised_at_once(batches):

@@ -272,6 +272,7 @@ class Trainer:
             self._event(events.FirstStepsCompared(steps=step, tensors=num_tensors))
             steps = "the first step agrees" if step == 1 else f"the first {step} steps agree"
             self.progress.print_lines(f"{steps} with one process: {num_tensors} tensors of weights and optimiser")
+        self.loop.restart_clock()
 
     def _compare(self) -> None:
         try:

@@ -11,7 +11,7 @@ import shlex
 import shutil
 import sys
 import unicodedata
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Any, TextIO
 
@@ -116,8 +116,18 @@ def replace_what_no_terminal_has() -> None:
 
 def print_status(text: str) -> None:
     """Write a message to stderr, if stderr still has a reader: the terminal may be closed."""
-    with suppress(OSError):
-        print(message(text), file=sys.stderr, flush=True)
+    status_writer()(text)
+
+
+def status_writer() -> Callable[[str], None]:
+    """Return a function that writes messages to what is stderr now, even while it is redirected."""
+    stderr = sys.stderr
+
+    def write(text: str) -> None:
+        with suppress(OSError):
+            print(message(text), file=stderr, flush=True)
+
+    return write
 
 
 def print_traceback(text: str) -> None:

@@ -141,9 +141,11 @@ def test_step_when_a_stranger_deletes_a_key_then_all_go_on(name):
     assert store.is_taken
 
 
-def test_step_of_a_rank_alone_then_there_is_nobody_to_wait_for():
-    with Solo().startup().step("preparing the data"):
-        pass
+def test_step_of_a_rank_alone_when_it_takes_long_then_that_is_reported_and_nobody_waits():
+    reports = []
+    with Solo().startup(reports.append).step("preparing the data"):
+        time.sleep(SILENCE)
+    assert reports[0] == "still preparing the data, for 0 s now"
 
 
 def test_ranks_when_many_then_the_first_are_named():

@@ -65,8 +65,9 @@ ATTENDED_TASK = """
             return optimizer
 
     def wait(*args):
-        open(f"ready{os.environ['RANK']}", "w").close()
-        while not os.path.exists("go"):
+        rank = os.environ["RANK"]
+        open(f"ready{rank}", "w").close()
+        while rank == "1" and not os.path.exists("go"):  # rank 0 takes the first steps alone before, and may not wait
             time.sleep(0.01)
 """
 

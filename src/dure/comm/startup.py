@@ -54,7 +54,7 @@ class Startup:
             world_size: Number of ranks.
             store: Store of these ranks and this start alone; None for one rank.
             timeout_seconds: Maximum time without a sign of life.
-            report: Receives a sentence on slow steps, on rank 0.
+            report: Receives a sentence on slow steps, on rank 0 and from another thread.
         """
         self._rank, self._world_size, self._store = rank, world_size, store
         self._timeout_seconds = timeout_seconds
@@ -72,12 +72,19 @@ class Startup:
             PeerLost: Another rank failed in the step, or shows no sign of life.
         """
         if self._store is None or self._world_size == 1:
-            yield
+            notices = _Notices(self._report, what, has_others=False)
+            with _repeating(lambda: notices.update([self._rank])):
+                yield
             return
         self._number += 1
         shared = _Step(self._store, self._number, what, self._rank, self._world_size, self._timeout_seconds)
         notices = _Notices(self._report, what)
-        with _beating(shared, notices):
+
+        def beat() -> None:
+            shared.beat()
+            notices.update([self._rank])
+
+        with _repeating(beat):
             try:
                 yield
             except BaseException:
@@ -158,8 +165,8 @@ class _Step:
 class _Notices:
     """Reports of slow steps."""
 
-    def __init__(self, report: Callable[[str], None] | None, what: str) -> None:
-        self._report, self._what = report, what
+    def __init__(self, report: Callable[[str], None] | None, what: str, *, has_others: bool = True) -> None:
+        self._report, self._what, self._has_others = report, what, has_others
         self._begun = time.monotonic()
         self._next_seconds = FIRST_NOTICE_SECONDS
 
@@ -173,26 +180,27 @@ class _Notices:
         seconds = time.monotonic() - self._begun
         if self._report is not None and late and seconds >= self._next_seconds:
             self._next_seconds = 2 * seconds
-            verb = "is" if len(late) == 1 else "are"
-            text = f"{_ranks(late)} {verb} still {self._what}, for {seconds:.0f} s now"
-            if silent:
-                verb = "shows" if len(silent) == 1 else "show"
-                text += f", and {_ranks([*silent])} {verb} no sign of life (stopped, or in native code)"
-            self._report(f"{text}; the others wait")
+            text = f"still {self._what}, for {seconds:.0f} s now"
+            if self._has_others:
+                text = f"{_ranks(late)} {'is' if len(late) == 1 else 'are'} {text}"
+                if silent:
+                    verb = "shows" if len(silent) == 1 else "show"
+                    text += f", and {_ranks([*silent])} {verb} no sign of life (stopped, or in native code)"
+                text += "; the others wait"
+            self._report(text)
 
 
 @contextmanager
-def _beating(step: _Step, notices: _Notices) -> Iterator[None]:
-    """Show signs of life from another thread."""
+def _repeating(act: Callable[[], None]) -> Iterator[None]:
+    """Call a function from another thread again and again."""
     stop = threading.Event()
 
-    def beat() -> None:
+    def repeat() -> None:
         with suppress(Exception):  # loss of the store is noticed when the step ends
             while not stop.wait(_BEAT_SECONDS):
-                step.beat()
-                notices.update([step.rank])
+                act()
 
-    thread = threading.Thread(target=beat, name="dure-startup", daemon=True)
+    thread = threading.Thread(target=repeat, name="dure-startup", daemon=True)
     thread.start()
     try:
         yield

@@ -2,6 +2,7 @@
 
 import random
 import re
+import time
 from pathlib import Path
 
 import numpy as np
@@ -11,6 +12,7 @@ from torch import nn
 from torch.utils.data import IterableDataset
 
 import dure
+from dure.comm import startup
 from dure.data import TensorData
 from dure.errors import SpecInvalid, WorkerFailed
 from dure.host import devices as machine
@@ -244,3 +246,20 @@ def test_the_model_summary_of_a_task_is_shown_once(tmp_path, capfd):
 
     train(Describing, tmp_path, quiet=False)
     assert len(re.findall("a model of 3 numbers", capfd.readouterr().err)) == 1
+
+
+def test_loss_when_its_trial_takes_long_then_that_is_said_although_what_a_trial_prints_is_not(
+    tmp_path, capfd, monkeypatch
+):
+    monkeypatch.setattr(startup, "_BEAT_SECONDS", 0.02)
+    monkeypatch.setattr(startup, "FIRST_NOTICE_SECONDS", 0.1)
+
+    class Slow(Small):
+        def loss(self, model, batch):
+            if not (tmp_path / "slept").exists():
+                (tmp_path / "slept").touch()
+                time.sleep(0.3)
+            return super().loss(model, batch)
+
+    train(Slow, tmp_path, quiet=False)
+    assert "dure: still trying the loss, for 0 s now" in capfd.readouterr().err

@@ -31,7 +31,7 @@ from dure.strategies.state.objects.used_globals import state_outside
 from dure.strategies.state.shared_storage import has_own_memory, sharing_memory
 from dure.strategies.state.trial import is_equal
 from dure.strategies.table import STRATEGIES, load_strategy
-from dure.terminal import few, print_status
+from dure.terminal import few, status_writer
 from dure.torchcompat.devices import bind_to_numa_node
 from dure.torchcompat.gradients import settle_engine
 from dure.torchcompat.imports import import_late_parts
@@ -165,7 +165,8 @@ def open_session(
         DataInvalid: The data are empty, or of a kind on which no run can be defined.
         RanksDisagree: The ranks did not build the same.
     """
-    startup = group.startup(None if spec.quiet else print_status)
+    # a trial of the loss redirects stderr
+    startup = group.startup(None if spec.quiet else status_writer())
     with reads_of_world_size() as reads:
         seed_everything(spec.seed)
         task = make_task(spec.task, spec.task_options)

@@ -313,3 +313,23 @@ def test_hook_when_it_waits_for_a_gradient_in_place_then_the_run_is_refused(tmp_
     with pytest.raises(WorkerFailed, match="which torch's distributed backward does not call") as caught:
         train_case(tmp_path, Centred(kind="mean", optimizer="sgd", layered=True), "rpc_model", 2, **STEPS)
     assert caught.value.exit_code == 2
+
+
+class LatePenalty(Regression):
+    """Adds a gradient penalty from the third batch on, which no trial of the loss before training sees."""
+
+    def loss(self, model, batch):
+        self.calls = getattr(self, "calls", 0) + 1
+        if self.calls < 3 or not torch.is_grad_enabled():
+            return super().loss(model, batch)
+        x = batch[0].clone().requires_grad_()
+        output = model(x)
+        (gradient,) = torch.autograd.grad(output.sum(), x, create_graph=True)
+        return functional.mse_loss(output, batch[1]) + gradient.square().mean()
+
+
+@pytest.mark.parametrize("strategy", ["rpc_model", "pipeline"])
+def test_derivatives_through_the_model_that_begin_late_are_refused(strategy, tmp_path):
+    with pytest.raises(WorkerFailed, match=r"takes derivatives through Sequential, .*: use ddp or fsdp") as caught:
+        train_case(tmp_path, LatePenalty(kind="mean", layered=True), strategy, 2, **STEPS)
+    assert caught.value.exit_code == 2

@@ -35,7 +35,7 @@ from tests.conformance.test_precision import Steep
 from tests.conformance.test_resume import SETTINGS, back_to, resumed
 from tests.conformance.zoo.feature import STEPS as ZOO_STEPS
 from tests.conformance.zoo.feature import ZooTask
-from tests.conformance.zoo.gradients_and_weights import AdjointMethod
+from tests.conformance.zoo.gradients_and_weights import AdjointMethod, GradientPenalty
 from tests.specs import grouped, spec_of
 from tests.strategies.data_parallel.test_zero1 import Grouped
 from tests.strategies.sharded.sharded_cases import SentBytes, backward, held_bytes, num_bytes, prepared
@@ -347,6 +347,12 @@ def test_parameters_that_some_ranks_or_none_use_give_the_weights_of_one_process(
 def test_autograd_function_that_gets_parameters_of_a_unit_is_refused(tmp_path):
     with pytest.raises(WorkerFailed, match=r"used outside that unit's forward, .* \(Adjoint.apply\)") as found:
         train_case(tmp_path, AdjointMethod(), "fsdp", 2, units="slope", **ZOO_STEPS)
+    assert found.value.exit_code == 2
+
+
+def test_derivatives_of_derivatives_through_a_unit_are_refused(tmp_path):
+    with pytest.raises(WorkerFailed, match=r"derivatives of derivatives .* use ddp") as found:
+        train_case(tmp_path, GradientPenalty(), "fsdp", 2, units="0,2", **ZOO_STEPS)
     assert found.value.exit_code == 2
 
 

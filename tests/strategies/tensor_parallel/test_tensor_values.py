@@ -195,8 +195,39 @@ class WithWeight(Pair):
         return self.fc2(ByWeight.apply(x, self.fc1.weight) + self.fc1(x))
 
 
+class Reversible(torch.autograd.Function):
+    """Layers that are run again in backward, and asked for the gradients of their own parameters, not of those given.
+
+    RevNets do so.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, layers: nn.Module, *parameters: Tensor) -> Tensor:
+        ctx.layers = layers
+        ctx.save_for_backward(x)
+        with torch.no_grad():
+            return layers(x)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
+        with torch.enable_grad():
+            x = ctx.saved_tensors[0].detach().requires_grad_()
+            output = ctx.layers(x)
+        of_x, *others = torch.autograd.grad(output, [x, *ctx.layers.parameters()], gradient)
+        return of_x, None, *others
+
+
+class WithReversible(Pair):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = Pair()
+
+    def forward(self, x: Tensor) -> Any:
+        return super().forward(x + Reversible.apply(x, self.inner, *self.inner.parameters()))
+
+
 def test_functions_that_run_layers_again_give_parameters_their_gradients():
-    makers = [lambda: WithRunAgain(True), lambda: WithRunAgain(False), WithWeight]
+    makers = [lambda: WithRunAgain(True), lambda: WithRunAgain(False), WithWeight, WithReversible]
     assert_all_exact([(make, lambda: mean_square) for make in makers])
 
 

@@ -42,7 +42,7 @@ from dure.strategies.sections.cuts import cut_names, faults_of, registered_chain
 from dure.strategies.sections.plan import CURE
 from dure.strategies.sections.sectioned_model import SectionedModel
 from dure.strategies.sections.sectioned_strategy import SectionedStrategy
-from dure.strategies.sections.stand_in import call_of, called_again, stand_in
+from dure.strategies.sections.stand_in import call_of, called_again, derivatives_refused, stand_in
 from dure.strategies.sections.values import Description, Lanes, lanes_of, nothing, num_bytes, packed, unpacked
 from dure.strategies.sections.verify import hooks_gradients
 from dure.strategies.state.objects.object_state import ObjectState
@@ -383,7 +383,8 @@ class Pipeline(SectionedStrategy):
         assert call.states is not None
         call.states.put_back()
         try:
-            term = self.loss_term(stand_in(self.model, answer), call.microbatch, self._global_samples)
+            with derivatives_refused(self.model):
+                term = self.loss_term(stand_in(self.model, answer), call.microbatch, self._global_samples)
         finally:
             here.put_back()
         self._found[index] = term

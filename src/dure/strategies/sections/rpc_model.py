@@ -31,7 +31,7 @@ from dure.strategies.sections.options import SectionOptions
 from dure.strategies.sections.plan import CURE, SectionPlan, held_bytes, look_at, plan_sections
 from dure.strategies.sections.rpc_calls import HOST, Call, Failed, Result, backward_error, leads_to, on_host
 from dure.strategies.sections.sectioned_strategy import SectionedStrategy
-from dure.strategies.sections.stand_in import stand_in
+from dure.strategies.sections.stand_in import derivatives_refused, stand_in
 from dure.strategies.sections.trace import tensors_of
 from dure.strategies.sections.verify import SETS_GRADIENTS, changes_module, hooks_gradients, rehearse
 from dure.terminal import few
@@ -225,7 +225,8 @@ class RpcModel(SectionedStrategy):
             self._open_context.close()
             self._context_id = self._open_context.enter_context(autograd.context())
             self._outputs = []
-            term = self.loss_term(model, microbatch, global_samples)
+            with derivatives_refused(self.model):
+                term = self.loss_term(model, microbatch, global_samples)
             if not all(leads_to([term.root], output) for output in self._outputs):
                 raise TaskInvalid(_UNUSED.format(what="the model's output"))
             try:

@@ -1,15 +1,19 @@
 """Proxy of the model for the task's loss: like the model in every respect, except that a function handles its call."""
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from torch import nn
 
-from dure.errors import TaskInvalid
+from dure.errors import TaskInvalid, message_of
 from dure.torchcompat.modes import is_transforming
 
 Answer = Callable[..., Any]
+
+_NOT_IN_GRAPH = ("appears to not have been used in the graph", "does not require grad and does not have a grad_fn")
+"""Texts by which autograd says that nothing leads from an output to an input."""
 
 
 class _StandIn:
@@ -126,3 +130,22 @@ def called_again(model: nn.Module) -> str:
         f"the task's loss calls {type(model).__name__} more than once: a pipeline runs it once for each microbatch; "
         "call it once, or use ddp or fsdp"
     )
+
+
+@contextmanager
+def derivatives_refused(model: nn.Module) -> Iterator[None]:
+    """Enter the context of a loss that has the model's output alone, to which autograd has no path from its inputs.
+
+    Raises:
+        TaskInvalid: The loss takes derivatives through the model.
+    """
+    try:
+        yield
+    except RuntimeError as error:
+        message = message_of(error)
+        if not any(text in message for text in _NOT_IN_GRAPH):
+            raise
+        raise TaskInvalid(
+            f"the task's loss takes derivatives through {type(model).__name__}, as for a gradient penalty, but other "
+            f"ranks have sections of it ({message.splitlines()[0]:.200}): use ddp or fsdp"
+        ) from error

@@ -13,7 +13,8 @@ def explained() -> Iterator[None]:
     """Enter the context in which torch's errors about units are replaced by sentences with a cure.
 
     Raises:
-        TaskInvalid: A unit changes an input in place, or a parameter of a unit is used outside it.
+        TaskInvalid: A unit changes an input in place, a parameter of a unit is used outside it, or the loss takes
+            derivatives of derivatives through one.
     """
     try:
         yield
@@ -22,6 +23,12 @@ def explained() -> Iterator[None]:
             raise TaskInvalid(
                 "a unit changes one of its inputs in place, which fully_shard gives it as a view: let it make a new "
                 "tensor (x = x + y), name other units with --fsdp.units, or use ddp"
+            ) from error
+        if "out of bounds for storage of size 0" in str(error):
+            raise TaskInvalid(
+                "a backward pass needs the parameters of a unit after the unit's own backward, which frees them: the "
+                "task takes derivatives of derivatives (torch.autograd.grad with create_graph, as for a gradient "
+                "penalty), or goes through a graph twice; use ddp"
             ) from error
         if "mixed torch.Tensor and DTensor" not in str(error):
             raise

@@ -209,6 +209,8 @@ class _ToLocal(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor | None) -> tuple[Any, None]:
         if gradient is None:
             return None, None
+        if isinstance(gradient, DTensor):  # an autograd function took it from the divided parameter itself
+            return redistributed(gradient, ctx.gradient), None
         return from_local(gradient.contiguous(), ctx.mesh, ctx.gradient, ctx.shape), None
 
 

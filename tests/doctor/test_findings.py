@@ -1,6 +1,7 @@
 """Findings of `dure doctor` in a run's folder."""
 
 import json
+import os
 import re
 import time
 from dataclasses import replace
@@ -141,6 +142,16 @@ def test_run_when_its_step_records_are_noise_then_their_file_is_named(run):
     assert found(run) == [("warning", "rank0.jsonl is damaged: its end holds no record of a step")]
     path.write_text('{"samples_seen": 32}\n{"sam')  # a crash leaves this
     assert found(run) == []
+
+
+@pytest.mark.parametrize("make", [Path.mkdir, os.mkfifo, None], ids=["folder", "pipe", "missing"])
+def test_run_when_its_events_are_no_file_then_that_is_said(make, run):
+    ended(run, "completed").records_path(0).write_text('{"samples_seen": 32}\n')
+    events = run.path / "events.jsonl"
+    events.unlink(missing_ok=True)
+    if make is not None:
+        make(events)
+    assert found(run) == [("warning", f"events.jsonl is {'missing' if make is None else 'not a file'}")]
 
 
 def test_run_when_an_event_is_damaged_then_it_is_named_and_an_event_of_a_newer_dure_is_not(run):

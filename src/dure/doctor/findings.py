@@ -16,7 +16,7 @@ from dure.failures.verdict import WorkerEnd, judge
 from dure.launch.hangs.diagnosis import verdict_from_json
 from dure.records.events import Attempt, Event, RankLost, Restarted, StepSkipped, UnknownEvent
 from dure.records.jsonl import last_record
-from dure.records.run_dir import RunDir, os_errors_as_sentences
+from dure.records.run_dir import EVENTS, RunDir, os_errors_as_sentences
 from dure.records.run_list import RunOverview, overview
 
 VERSION = 1
@@ -114,16 +114,28 @@ def _message(run: RunDir) -> str:
 
 
 def _damaged_records(run: RunDir) -> Iterator[Finding]:
-    """Yield the step record files whose end is unreadable; one truncated line is what any crash leaves."""
-    for path in sorted(run.path.glob("rank*.jsonl")):
-        if path.stat().st_size and not last_record(path):
+    """Yield the record files that cannot be read to their end; one truncated line is what any crash leaves."""
+    steps = sorted(run.path.glob("rank*.jsonl"))
+    faults = [(path, _fault_of_steps(path)) for path in steps]
+    events = run.path / EVENTS
+    if not events.is_file() and (events.exists() or any(last_record(path) for path in steps)):
+        faults.append((events, "is not a file" if events.exists() else "is missing"))
+    for path, fault in faults:
+        if fault:
             yield Finding(
                 id="damaged_records",
                 severity="warning",
-                what=f"{path.name} is damaged: its end holds no record of a step",
+                what=f"{path.name} {fault}",
                 files=(path.name,),
                 remedy="restore it from a copy of the run; checkpoints do not need it",
             )
+
+
+def _fault_of_steps(path: Path) -> str | None:
+    if not path.is_file():
+        return "is not a file"
+    is_damaged = path.stat().st_size and not last_record(path)
+    return "is damaged: its end holds no record of a step" if is_damaged else None
 
 
 def _name(run: RunDir, path: Path) -> str:

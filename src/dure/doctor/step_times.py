@@ -1,6 +1,5 @@
 """Times of a run's steps on all ranks, for a diagnosis of what makes them slow."""
 
-import re
 from dataclasses import dataclass
 from itertools import islice
 
@@ -12,7 +11,6 @@ from dure.records.step_columns import StepColumns, read_columns
 PARTS = ("data", "forward_backward", "sync", "optimizer")
 """Measured parts of a step; what they leave of its wall time is `other`."""
 MOST_MISSING = 9
-_RECORDS = re.compile(r"rank(0|[1-9][0-9]{0,9})\.jsonl", re.ASCII)
 _NUM_FIRST = 5
 """Steps at the start that are left out: caches, allocators and buckets are set up in them."""
 _MOST_OUT_OF_STEP = 1.1
@@ -67,9 +65,7 @@ def step_times(run: RunDir, world_size: int, first_step: int) -> StepTimes:
         world_size: Number of ranks.
         first_step: Number of the step at which the attempt began; earlier ones may have been computed on other ranks.
     """
-    # from the names of files, because a damaged record may claim any number of ranks
-    written = (_RECORDS.fullmatch(path.name) for path in run.path.iterdir())
-    ranks = sorted(rank for name in written if name is not None and (rank := int(name[1])) < world_size)
+    ranks = [rank for rank in run.recorded_ranks() if rank < world_size]
     columns = {rank: read_columns(run.records_path(rank)) for rank in ranks}
     recorded = {rank: found for rank, found in columns.items() if found.steps.size}
     steps = _common_steps([*recorded.values()], first_step)

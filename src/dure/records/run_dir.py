@@ -39,6 +39,8 @@ from dure.terminal import shell_word
 
 SPEC, SCRIPT, EVENTS, SUMMARY, LOCK = "spec.json", "script.json", "events.jsonl", "summary.json", ".lock"
 
+_STEP_RECORDS = re.compile(r"rank(0|[1-9][0-9]{0,9})\.jsonl", re.ASCII)
+
 _FOLDERS = ("logs", "checkpoints", "tensorboard", ".leader")
 """Folders in the run folder that are written to."""
 
@@ -232,6 +234,11 @@ class RunDir:
                 f"the records of {self.path} are damaged or of another version of dure ({_first_line(error)}): restore "
                 "them from a copy of the run"
             ) from error
+
+    def recorded_ranks(self) -> list[int]:
+        """Return the ranks that have step records, by the names of files: a damaged record may claim any number."""
+        names = (_STEP_RECORDS.fullmatch(path.name) for path in self.path.iterdir())
+        return sorted(int(name[1]) for name in names if name is not None)
 
     def records(self, rank: int) -> Iterator[StepRecord]:
         """Yield a rank's step records in the order in which they were written.

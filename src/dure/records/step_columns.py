@@ -1,6 +1,7 @@
 """Step records as columns, for readers of whole runs: a million lines take seconds and not minutes."""
 
-from collections.abc import Iterator, Sequence
+import sys
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,8 @@ COLUMNS = (
 )
 """Fields of a step record that become columns; all are numbers."""
 _MOST_STEPS = 2**53
+_MOST_MEASURED = 64
+"""Maximum number of measurements that are read; no strategy has so many."""
 _BLOCK_BYTES = 2**22
 """Bytes of lines that are parsed together."""
 
@@ -25,7 +28,11 @@ class StepColumns:
     """Step records of one rank, each step once, in the order of the steps."""
 
     values: dict[str, np.ndarray]
-    """Array `(S,)` of float64 for each of `COLUMNS`."""
+    """Array `(S,)` of float64 for each of the columns."""
+    measured: dict[str, np.ndarray]
+    """Array `(S,)` of float64 for each measurement specific to the strategy, NaN in steps without it; none if they were
+    not asked for.
+    """
     num_left_out: int
     """Number of lines that are no step records."""
 
@@ -35,24 +42,61 @@ class StepColumns:
         return self.values["step"].astype(np.int64)
 
 
-def read_columns(path: Path) -> StepColumns:
+def read_columns(path: Path, columns: Sequence[str] = COLUMNS, *, with_measured: bool = False) -> StepColumns:
     """Read the step records of one rank.
 
     Of a step that was repeated after a restart, the last record is kept: its times are those of the step that counts.
 
     Args:
         path: Path of the file; one that does not exist has no steps.
+        columns: Fields to read, all of them numbers, the first one `step`.
+        with_measured: Whether to read `measured` too.
     """
-    blocks, num_left_out = [np.empty((0, len(COLUMNS)))], 0
+    blocks, measured = [np.empty((0, len(columns)))], [_Measured(0)]
+    num_left_out = 0
     for lines in _blocks_of_lines(path):
-        rows, left = _rows(lines)
+        records, rows, left = _rows(lines, columns)
         blocks.append(rows)
         num_left_out += left
+        if with_measured:
+            measured.append(_Measured.of(records))
     table = np.concatenate(blocks)
     # of equal steps `unique` returns the first, so the order is reversed
     _, last = np.unique(table[::-1, 0], return_index=True)
-    table = table[::-1][last]
-    return StepColumns(values=dict(zip(COLUMNS, table.T, strict=True)), num_left_out=num_left_out)
+    return StepColumns(
+        values=dict(zip(columns, table[::-1][last].T, strict=True)),
+        measured={name: values[::-1][last] for name, values in _Measured.joined(measured).items()},
+        num_left_out=num_left_out,
+    )
+
+
+class _Measured:
+    """Measurements of some steps: arrays of float64 by name, NaN where a step has none."""
+
+    def __init__(self, num_steps: int) -> None:
+        self.num_steps = num_steps
+        self.by_name: dict[str, np.ndarray] = {}
+
+    @classmethod
+    def of(cls, records: Sequence[Mapping[str, Any]]) -> "_Measured":
+        """Return the measurements in records; values that are no numbers count as none."""
+        found = cls(len(records))
+        for index, record in enumerate(records):
+            of_step = record.get("measured")
+            for name, value in of_step.items() if isinstance(of_step, dict) else ():
+                is_known = name in found.by_name or len(found.by_name) < _MOST_MEASURED
+                if is_known and isinstance(value, int | float) and abs(value) <= sys.float_info.max:
+                    found.by_name.setdefault(name, np.full(found.num_steps, np.nan))[index] = value
+        return found
+
+    @staticmethod
+    def joined(blocks: "Sequence[_Measured]") -> dict[str, np.ndarray]:
+        """Return the measurements of successive blocks of steps."""
+        names = [*dict.fromkeys(name for block in blocks for name in block.by_name)][:_MOST_MEASURED]
+        return {
+            name: np.concatenate([block.by_name.get(name, np.full(block.num_steps, np.nan)) for block in blocks])
+            for name in names
+        }
 
 
 def _blocks_of_lines(path: Path) -> Iterator[list[bytes]]:
@@ -72,23 +116,25 @@ def _blocks_of_lines(path: Path) -> Iterator[list[bytes]]:
     yield lines
 
 
-def _rows(lines: Sequence[bytes]) -> tuple[np.ndarray, int]:
-    """Return the rows of some lines, `(N, C)`, and the number of lines that have none."""
+def _rows(lines: Sequence[bytes], columns: Sequence[str]) -> tuple[list[Any], np.ndarray, int]:
+    """Return the records of some lines, their rows, `(N, C)`, and the number of lines that have none."""
     try:
-        return _table(pydantic_core.from_json(b"[" + b",".join(lines) + b"]")), 0
+        records = pydantic_core.from_json(b"[" + b",".join(lines) + b"]")
+        return records, _table(records, columns), 0
     except (ValueError, TypeError, KeyError, OverflowError):
         pass  # one of them is damaged
-    tables, num_left_out = [np.empty((0, len(COLUMNS)))], 0
+    found, tables, num_left_out = [], [np.empty((0, len(columns)))], 0
     for line in lines:
         record = parse_line(line)
         try:
-            tables.append(_table([record]))
+            tables.append(_table([record], columns))
+            found.append(record)
         except (ValueError, TypeError, KeyError, OverflowError):
             num_left_out += 1
-    return np.concatenate(tables), num_left_out
+    return found, np.concatenate(tables), num_left_out
 
 
-def _table(records: Sequence[Any]) -> np.ndarray:
+def _table(records: Sequence[Any], columns: Sequence[str]) -> np.ndarray:
     """Return records as rows.
 
     Raises:
@@ -96,10 +142,10 @@ def _table(records: Sequence[Any]) -> np.ndarray:
         TypeError: A record is no object, or a value is neither a number nor a text.
         KeyError: A record lacks a field.
     """
-    table = np.array([[record[name] for name in COLUMNS] for record in records], dtype=object).astype(np.float64)
+    table = np.array([[record[name] for name in columns] for record in records], dtype=object).astype(np.float64)
     if table.ndim > 2:
         raise ValueError("a value is a list")
-    table = table.reshape(-1, len(COLUMNS))
+    table = table.reshape(-1, len(columns))
     if not np.isfinite(table).all():
         raise ValueError("a value is not finite")
     steps = table[:, 0]

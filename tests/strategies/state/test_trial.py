@@ -118,6 +118,17 @@ def test_trial_when_a_parameter_was_written_to_then_it_is_named(deed, watches_wr
     assert list(trial.parameters) == ["0.weight"]
 
 
+@pytest.mark.parametrize("watches_writes", [True, False, None])
+def test_trial_when_code_other_than_torchs_wrote_to_a_parameter_then_its_copy_is_restored(watches_writes, monkeypatch):
+    monkeypatch.setattr("dure.strategies.state.trial._MOST_COPIED_BYTES", 0)
+    model = nn.Linear(2, 2)
+    before = copy.deepcopy(model.state_dict())
+    with Trial(model, watches_writes=watches_writes, copies_parameters=True) as trial:
+        model.weight.data.numpy()[:] = 7.0
+    assert list(trial.parameters) == ["weight"]
+    assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
+
+
 def test_trial_when_a_write_changes_no_value_then_it_is_named_all_the_same():
     model = model_of_all_kinds()
     with Trial(model) as trial:

@@ -11,7 +11,7 @@ from dure.records.events import FirstStepsCompared, NotPreserved
 from dure.records.run_dir import RunDir
 from dure.strategies.contract.strategy import Strategy
 from dure.training.first_steps import in_one_process
-from tests.conformance.cases import train_case
+from tests.conformance.cases import TO_ROUNDING, largest_difference, train_case, weights_of
 from tests.conformance.tasks import Regression
 from tests.conformance.zoo.feature import ZooTask
 
@@ -69,6 +69,28 @@ def test_microbatches_in_one_process_then_they_are_compared(tmp_path):
 
 def test_float32_then_rounding_is_no_difference(tmp_path):
     run = train_case(tmp_path, Regression(optimizer="adamw", dtype="float32"), "ddp", 2, **STEPS)
+    assert events_of(run, FirstStepsCompared)
+
+
+class ByNumpy(torch.optim.SGD):
+    """Plain gradient descent in NumPy on the parameters' memory, of which torch sees nothing, as of C++ and Triton."""
+
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                parameter.data.numpy()[:] -= group["lr"] * parameter.grad.numpy()
+
+
+class SteppedByNumpy(ZooTask):
+    def build_optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
+        return ByNumpy(model.parameters(), lr=0.1)
+
+
+def test_optimizer_that_writes_to_memory_itself_then_the_trial_is_undone(tmp_path, monkeypatch):
+    monkeypatch.setattr("dure.strategies.state.trial._MOST_COPIED_BYTES", 0)  # as with a large model
+    one = train_case(tmp_path, SteppedByNumpy(), **STEPS)
+    run = train_case(tmp_path, SteppedByNumpy(), "ddp", 2, **STEPS)
+    assert largest_difference(weights_of(run), weights_of(one)) < TO_ROUNDING
     assert events_of(run, FirstStepsCompared)
 
 

@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import pytest
 import torch
 
 from dure.strategies.state.tensor_shard import TensorShard
@@ -40,6 +41,15 @@ def test_value_that_a_step_moves_and_the_next_moves_back_then_rounding_is_that_o
     states = [{"w": torch.tensor([value])} for value in (0.0, -1.0, 4.2e-6)]
     values = chosen_of(states, [*states[:2], {"w": torch.tensor([4.3e-6])}])["w"]
     assert values.tolerances[0] > 1e-3
+
+
+@pytest.mark.parametrize("jump", [1e5, float("inf")])
+def test_buffer_that_changes_much_then_a_parameter_is_compared_as_closely(jump):
+    states = [{"w": torch.zeros(4), "seen": torch.tensor(0.0)}, {"w": torch.ones(4), "seen": torch.tensor(jump)}]
+    recording = Recording(parameters=["w"])
+    recording.begin(states[0])
+    recording.add(states[1])
+    assert max(dict(chosen(recording, recorded(states, recording)))["w"].tolerances) < 0.1
 
 
 def test_values_of_counters_then_they_must_be_equal():

@@ -40,6 +40,7 @@ class Trial:
         *,
         seed: int | None = None,
         watches_writes: bool | None = True,
+        copies_parameters: bool = False,
         keeps_gradients: bool = True,
         keeps_caches: bool = False,
     ) -> None:
@@ -52,12 +53,15 @@ class Trial:
             watches_writes: Whether writes to parameters are recorded operation by operation, which takes a
                 callback into Python for each; otherwise copies of all parameters are kept. None for copies if they are
                 small.
+            copies_parameters: Whether copies of parameters are kept in any case, because the code may write to their
+                memory by other means than torch's operations, as an optimiser in C++ or NumPy does.
             keeps_gradients: Whether copies of gradients are kept, because the code may call backward.
             keeps_caches: Whether caches of functions stay as the code has filled them.
         """
         self._model = model
         self._seed = seed
         self._watches_writes = watches_writes
+        self._copies_parameters = copies_parameters
         self._keeps_gradients = keeps_gradients
         self._keeps_caches = keeps_caches
         self._objects = objects or {}
@@ -122,7 +126,8 @@ class Trial:
         self._data_sets = KeptDataSets(self._plain.first.values())
         self._surroundings = Surroundings()
         stack.enter_context(self._surroundings.watched())
-        self._writes = Writes({**{name: data for name, _, data, _, _ in self._parameters}, **self._large})
+        parameters = {name: data for name, _, data, _, _ in self._parameters}
+        self._writes = Writes(self._large if self._copies_parameters else {**parameters, **self._large})
         if self._watches_writes is None:  # copies take less time than a callback for every operation
             num_bytes = sum(tensor.numel() * tensor.element_size() for tensor in self._writes.tensors.values())
             self._watches_writes = num_bytes > _MOST_COPIED_BYTES
@@ -130,6 +135,8 @@ class Trial:
             stack.enter_context(self._writes)
         else:
             self._writes.before = {name: data.clone() for name, data in self._writes.tensors.items()}
+        if self._copies_parameters:
+            self._writes.before |= {name: data.clone() for name, data in parameters.items()}
 
     def _record_changes(self) -> None:
         self.has_drawn = not GeneratorStates.now(self._device).is_same_as(self._generators) or bool(self._plain.drawn())
@@ -157,7 +164,8 @@ class Trial:
 
     def _was_written(self, name: str, data: Tensor) -> bool:
         before = self._writes.before.get(name)
-        return before is not None and (self._watches_writes or not is_equal(data, before))
+        is_watched = self._watches_writes and not self._copies_parameters
+        return before is not None and (is_watched or not is_equal(data, before))
 
     def _put_back(self) -> None:
         self._modules.put_back()

@@ -89,7 +89,8 @@ class OneProcessSteps:
             move_module(model, strategy.device)
             with sharing_state():
                 if steps.estimated_seconds() <= _MOST_SECONDS:
-                    recording = Recording()
+                    names = [name for name, _ in model.named_parameters(remove_duplicate=False)]
+                    recording = Recording(parameters=names)
                     steps.record(recording, order)
                     disturbed = Recording(like=recording)
                     steps.record(disturbed, _Reversed.of(order), is_disturbed=True)
@@ -212,7 +213,7 @@ class _Steps:
     @contextmanager
     def _undone(self) -> Iterator[None]:
         alone = no_collectives if self.strategy.group.world_size > 1 else nullcontext  # other ranks take no steps now
-        trial = Trial(self.model, self.strategy.objects, watches_writes=None)
+        trial = Trial(self.model, self.strategy.objects, watches_writes=None, copies_parameters=True)
         with aside(), without_new_hooks(self.model), trial, alone():
             yield
 

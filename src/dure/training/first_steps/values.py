@@ -1,6 +1,6 @@
 """Values of tensors by which the first steps of a run are compared, and the judgement of their differences."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import NamedTuple
@@ -77,12 +77,14 @@ class Recording:
     Only there is a copy of all tensors in memory, that of before the first step.
     """
 
-    def __init__(self, like: "Recording | None" = None) -> None:
+    def __init__(self, like: "Recording | None" = None, parameters: Collection[str] = ()) -> None:
         """Begin with nothing.
 
         Args:
             like: Recording whose places are used; None to choose them.
+            parameters: Names of the model's parameters; its other tensors are buffers.
         """
+        self._parameters = frozenset(parameters)
         self._before: dict[str, Tensor] = {}
         self.tensors: dict[str, Tensor] = {} if like is None else like.tensors
         """Tensors without memory, for shape and dtype, by name."""
@@ -91,7 +93,7 @@ class Recording:
         self.values: dict[str, list[Tensor]] = {}
         """Values at these places in float64, at first and after each step."""
         self.largest: dict[str, float] = {}
-        """Largest change of all values of a kind in the first step."""
+        """Largest finite change of all values of a kind in the first step."""
 
     @torch.no_grad()
     def begin(self, tensors: Mapping[str, Tensor]) -> None:
@@ -125,7 +127,14 @@ class Recording:
             most = change.topk(min(num_values - len(some), len(now)))
             self.places[name] = torch.cat([most.indices, some]).unique()
             self.tensors[name] = tensor.detach().to("meta")
-            self.largest[_kind(name)] = max(self.largest.get(_kind(name), 0.0), float(most.values[0]))
+            kind, finite = self.kind(name), change[change.isfinite()]
+            self.largest[kind] = max([self.largest.get(kind, 0.0), *([float(finite.max())] if len(finite) else [])])
+
+    def kind(self, name: str) -> str:
+        """Return what a tensor is: a parameter, a buffer of its own kind, or an optimiser's state under one key."""
+        if name.startswith(OPTIMIZER):
+            return OPTIMIZER + name.rpartition(".")[2]
+        return "" if name in self._parameters else name
 
     def _take(self, tensors: Mapping[str, Tensor]) -> None:
         for name, places in self.places.items():
@@ -154,7 +163,7 @@ def chosen(recording: Recording, disturbed: Recording) -> Iterator[tuple[str, So
         tolerances = torch.zeros_like(change)
         if tensor.is_floating_point():
             last_places = torch.finfo(tensor.dtype).eps * series[-1].abs()
-            floor = _FLOOR[tensor.dtype] * recording.largest[_kind(name)]
+            floor = _FLOOR[tensor.dtype] * recording.largest[recording.kind(name)]
             tolerances = _RELATIVE[tensor.dtype] * change + floor + _ROUNDINGS * (effect + last_places)
         yield (
             name,
@@ -171,11 +180,6 @@ def _numbers(tensor: Tensor) -> Tensor:
     """Return a tensor as floating numbers, flat."""
     flat = tensor.detach().flatten()
     return flat if flat.is_floating_point() else flat.double()
-
-
-def _kind(name: str) -> str:
-    """Return what a tensor is: an optimiser's state under one key, or a tensor of the model."""
-    return name.rpartition(".")[2] if name.startswith(OPTIMIZER) else ""
 
 
 @torch.no_grad()

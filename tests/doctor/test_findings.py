@@ -144,14 +144,25 @@ def test_run_when_its_step_records_are_noise_then_their_file_is_named(run):
     assert found(run) == []
 
 
-@pytest.mark.parametrize("make", [Path.mkdir, os.mkfifo, None], ids=["folder", "pipe", "missing"])
-def test_run_when_its_events_are_no_file_then_that_is_said(make, run):
+@pytest.mark.parametrize(
+    ("make", "fault"),
+    [(Path.mkdir, "not a file"), (os.mkfifo, "not a file"), (Path.touch, "empty"), (lambda path: None, "missing")],
+    ids=["folder", "pipe", "empty", "missing"],
+)
+def test_run_when_its_events_are_no_file_then_that_is_said(make, fault, run):
     ended(run, "completed").records_path(0).write_text('{"samples_seen": 32}\n')
     events = run.path / "events.jsonl"
     events.unlink(missing_ok=True)
-    if make is not None:
-        make(events)
-    assert found(run) == [("warning", f"events.jsonl is {'missing' if make is None else 'not a file'}")]
+    make(events)
+    assert found(run) == [("warning", f"events.jsonl is {fault}")]
+
+
+def test_run_when_it_has_ended_without_records_of_steps_then_that_is_said(tmp_path):
+    run = RunDir.create(tmp_path, "task")
+    run.write_json(SPEC, {"spec": RunSpec(task="-:-").model_dump(mode="json")})
+    run.append_event(Attempt())
+    ended(run, "completed")
+    assert ("warning", "rank0.jsonl is missing, as are the records of all other ranks") in found(run)
 
 
 def test_run_when_an_event_is_damaged_then_it_is_named_and_an_event_of_a_newer_dure_is_not(run):

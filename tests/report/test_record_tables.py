@@ -111,6 +111,8 @@ def test_file_when_it_cannot_be_written_then_nothing_is_left_of_it_and_an_earlie
 def test_file_when_it_cannot_be_then_it_is_refused_before_anything_is_read(tmp_path, monkeypatch):
     with pytest.raises(Misuse, match=r"has the ending \.xlsx: use one of \.csv, \.parquet"):
         check_file(tmp_path / "steps.xlsx")
+    with pytest.raises(Misuse, match=r"steps has no ending: use one of \.csv, \.parquet"):
+        check_file(tmp_path / "steps")
     with pytest.raises(Misuse, match="there is no folder"):
         check_file(tmp_path / "nowhere" / "steps.csv")
     monkeypatch.setitem(__import__("sys").modules, "pyarrow", None)
@@ -124,4 +126,7 @@ def test_command_when_it_has_written_a_table_then_says_what_is_in_it(run, tmp_pa
     assert capsys.readouterr().out == f"{tmp_path}/steps.csv: 1 row of 14 columns; damaged lines left out: 1\n"
     assert main(["export-records", str(run.path), str(tmp_path / "steps.csv"), "--json"]) == 0
     assert '"num_rows": 1,' in capsys.readouterr().out
+    run.records_path(0).unlink()
+    assert main(["export-records", str(run.path), str(tmp_path / "steps.csv")]) == 0
+    assert "has no steps on record: see `dure doctor" in capsys.readouterr().err
     assert main(["export-records", str(tmp_path), str(tmp_path / "steps.csv")]) == 2

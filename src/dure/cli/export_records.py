@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 from cyclopts import Parameter
 
 from dure.cli.output import JsonFlag
-from dure.terminal import one_line, print_json, print_text
+from dure.terminal import one_line, print_json, print_status, print_text, shell_word
 
 
 def read(tokens: list[str]) -> tuple[list[str], Callable[..., None]]:
@@ -32,6 +32,8 @@ def export_records(
     check_file(file)
     found = read_table(RunDir.open(run), table)
     write_table(found, file)
+    if not found.num_rows:
+        print_status(f"{one_line(run)} has no {table} on record: see `dure doctor {shell_word(run)}`")
     if json:
         print_json(
             {

@@ -67,7 +67,8 @@ def diagnose(run: RunDir) -> Diagnosis:
         end = _death(run, seen, events) if seen.status == "died" else _end(run, seen)
         found = [*end, *_hangs(run, seen), *_restarts(run, events), *_events(events), *_silence(run, seen)]
         found += _damaged_events(events)
-        found += _damaged_records(run) if seen.status != "running" else ()
+        has_ended_well = seen.status == "completed" and not run.is_script
+        found += _damaged_records(run, has_ended_well=has_ended_well) if seen.status != "running" else ()
         if not run.is_script and seen.status != "unreadable":
             found += _speed(run, events)
     found.sort(key=lambda finding: (-SEVERITIES.index(finding.severity), -(finding.gain_fraction or 0.0)))
@@ -113,13 +114,17 @@ def _message(run: RunDir) -> str:
     return "" if end is None or end.message is None else end.message
 
 
-def _damaged_records(run: RunDir) -> Iterator[Finding]:
+def _damaged_records(run: RunDir, *, has_ended_well: bool) -> Iterator[Finding]:
     """Yield the record files that cannot be read to their end; one truncated line is what any crash leaves."""
     steps = sorted(run.path.glob("rank*.jsonl"))
     faults = [(path, _fault_of_steps(path)) for path in steps]
-    events = run.path / EVENTS
-    if not events.is_file() and (events.exists() or any(last_record(path) for path in steps)):
-        faults.append((events, "is not a file" if events.exists() else "is missing"))
+    events, has_steps = run.path / EVENTS, any(path.is_file() and last_record(path) for path in steps)
+    if events.exists() and not events.is_file():
+        faults.append((events, "is not a file"))
+    elif has_steps and not (events.exists() and events.stat().st_size):
+        faults.append((events, "is empty" if events.exists() else "is missing"))
+    if not steps and has_ended_well:
+        faults.append((run.records_path(0), "is missing, as are the records of all other ranks"))
     for path, fault in faults:
         if fault:
             yield Finding(

@@ -104,7 +104,8 @@ def check_file(path: Path) -> None:
         EnvironmentLacks: pyarrow is not installed, and the file is Parquet.
     """
     if path.suffix not in _WRITERS:
-        raise Misuse(f"{path} has the ending {path.suffix or 'none'}: use one of {', '.join(_WRITERS)}")
+        ending = f"has the ending {path.suffix}" if path.suffix else "has no ending"
+        raise Misuse(f"{path} {ending}: use one of {', '.join(_WRITERS)}")
     if not path.parent.is_dir():
         raise Misuse(f"{path}: there is no folder {path.parent}; make it first")
     if path.suffix == ".parquet":

@@ -1,6 +1,7 @@
 """Inspection of a loss: every trait is found by trying, and nothing stays behind."""
 
 import random
+import warnings
 import weakref
 from contextlib import nullcontext
 from types import SimpleNamespace
@@ -15,7 +16,7 @@ import dure
 from dure.strategies.contract.loss_traits import LossTraits
 from dure.training.inspection import additivity, constant_draws, loss_inspection
 from dure.training.inspection.additivity import Additivity
-from dure.training.inspection.loss_calls import LossCalls
+from dure.training.inspection.loss_calls import LossCalls, aside
 from dure.training.inspection.loss_inspection import LossInspection
 
 AUTOCAST_BEGINS = torch.autocast.__enter__
@@ -844,3 +845,17 @@ def test_gradients_of_few_calls_are_in_memory_at_a_time(monkeypatch):
     assert traits_of() == LossTraits(learns_statistics=False, has_dropout=False)
     assert len(numbers) > 6
     assert max(numbers) <= 3
+
+
+def test_warning_when_a_trial_has_discarded_it_then_it_is_shown_afterwards():
+    def warn():
+        warnings.warn("shown once for each line", stacklevel=1)
+
+    with warnings.catch_warnings(record=True) as shown:
+        warnings.simplefilter("default")
+        with aside():
+            warn()
+        shown.clear()
+        warn()
+        warn()
+    assert len(shown) == 1

@@ -2,6 +2,7 @@
 
 import contextlib
 import io
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -219,7 +220,8 @@ def _are_equal(some: Mapping[str, Tensor], others: Mapping[str, Tensor]) -> bool
 def aside() -> Iterator[None]:
     """Discard what a loss prints in a trial, because its output is shown once, in the step to which it belongs.
 
-    cuDNN does not time its algorithms for the sizes of a trial: that takes gigabytes, and longer than the trial itself.
+    Warnings that Python shows once for each line are shown in that step too. cuDNN does not time its algorithms for the
+    sizes of a trial: that takes gigabytes, and longer than the trial itself.
     """
     times_algorithms = torch.backends.cudnn.benchmark
     torch.backends.cudnn.benchmark = False
@@ -228,3 +230,5 @@ def aside() -> Iterator[None]:
             yield
     finally:
         torch.backends.cudnn.benchmark = times_algorithms
+        with warnings.catch_warnings():  # its end makes Python forget which warnings it has shown
+            pass

@@ -262,4 +262,4 @@ def test_loss_when_its_trial_takes_long_then_that_is_said_although_what_a_trial_
             return super().loss(model, batch)
 
     train(Slow, tmp_path, quiet=False)
-    assert "dure: still trying the loss, for 0 s now" in capfd.readouterr().err
+    assert "dure: still trying the task on a few samples, for 0 s now" in capfd.readouterr().err

@@ -194,7 +194,7 @@ def open_session(
     strategy.objects = {"task": task, **state_outside(task, model)}
     one_process_build = OneProcessBuild()
     inspection = TaskInspection(strategy=strategy, task=task, model=model, loader=data.train_loader, order=data.order)
-    with startup.step("trying the loss"):
+    with startup.step("trying the task on a few samples"):
         if reads and group.rank == 0 and group.world_size > 1:
             parts = TaskParts(task=task, train_data=train_data, eval_data=eval_data, model=model)
             one_process_build = build_as_one_process(spec, parts)

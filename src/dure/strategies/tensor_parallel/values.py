@@ -94,7 +94,7 @@ class DividedValues(TorchFunctionMode):
         if func is Tensor.backward:
             with self:  # torch has left the mode, and checkpoints and hooks would compute by other rules
                 return _backward(*args, **kwargs)
-        if func is torch.autograd.grad:
+        if func is torch.autograd.grad and has_origins(args[1]):
             with self:
                 return _gradients(*args, **kwargs)
         divided = _first_divided((args, kwargs))

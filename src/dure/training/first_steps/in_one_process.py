@@ -26,6 +26,8 @@ from dure.strategies.contract.precision import Precision
 from dure.strategies.contract.step_facts import Requests
 from dure.strategies.contract.strategy import Strategy
 from dure.strategies.state.hooks import without_new_hooks
+from dure.strategies.state.objects.object_state import ObjectState
+from dure.strategies.state.objects.used_globals import state_outside
 from dure.strategies.state.saved_state import StrategyState
 from dure.strategies.state.tensor_shard import TensorShard, own_shard
 from dure.strategies.state.trial import Trial, sharing_state
@@ -84,7 +86,8 @@ class OneProcessSteps:
         """
         if strategy.group.rank or not _is_comparable(strategy, model):
             return
-        steps = _Steps(strategy, task, model, loader.without_workers(), order, time.monotonic() + _MOST_SECONDS)
+        steps = _Steps(strategy, task, model, loader.without_workers(), order, time.monotonic() + _MOST_SECONDS, {})
+        steps.objects.update(strategy.objects)
         try:
             move_module(model, strategy.device)
             with sharing_state():
@@ -174,11 +177,20 @@ class _Steps:
     order: SampleOrder
     deadline: float
     """Time on the monotonic clock after which training is not kept waiting any longer."""
+    objects: dict[str, object]
+    """Objects in which task, model, optimiser and schedule may keep state, by name."""
 
     def estimated_seconds(self) -> float:
-        """Return the estimated time of all steps, from a call of the loss on a few samples."""
+        """Return the estimated time of all steps, from a call of the loss on a few samples; infinite if they cannot be
+        undone."""
         few_samples = self.order.permutation(0)[:_TRIED_SAMPLES]
         started = time.monotonic()
+        with self._undone():  # the code of its optimiser is not known before it is built
+            optimizer = self.task.build_optimizer(self.model)
+            schedule = self.task.build_schedule(optimizer, total_samples(self.strategy.spec, self.order))
+            self.objects.update(state_outside(self.task, self.model, optimizer, schedule))
+        if any(map(_is_iterator, ObjectState(self.objects).first.values())):
+            return math.inf
         with self._undone(), self.strategy.precision.autocast():
             batch = next(self.loader.batches([FetchRequest(0, few_samples)]))
             self.model.train()
@@ -213,7 +225,7 @@ class _Steps:
     @contextmanager
     def _undone(self) -> Iterator[None]:
         alone = no_collectives if self.strategy.group.world_size > 1 else nullcontext  # other ranks take no steps now
-        trial = Trial(self.model, self.strategy.objects, watches_writes=None, copies_parameters=True)
+        trial = Trial(self.model, self.objects, watches_writes=None, copies_parameters=True)
         with aside(), without_new_hooks(self.model), trial, alone():
             yield
 
@@ -234,7 +246,7 @@ class _Steps:
         total = total_samples(self.strategy.spec, order)
         given = self.task.build_schedule(strategy.optimizer, total)
         # a run asks for its first factor before training too, and undoes what that sets
-        with Trial(self.model, {**self.strategy.objects, "schedule": given}, watches_writes=None):
+        with Trial(self.model, {**self.objects, "schedule": given}, watches_writes=None):
             schedule = check_schedule(given, strategy.optimizer)
         loop = TrainingLoop(
             strategy,
@@ -274,6 +286,11 @@ def _named(state: StrategyState) -> dict[str, TensorShard]:
         found |= {f"{OPTIMIZER}{parameter}.{key}": value for key, value in kept.items()}
     shards = {name: own_shard(value) for name, value in found.items() if isinstance(value, Tensor | TensorShard)}
     return {name: shard for name, shard in shards.items() if _is_plain(shard.tensor)}
+
+
+def _is_iterator(value: object) -> bool:
+    """Return whether a value is an iterator of Python's own, which cannot be set back to where it was."""
+    return isinstance(value, Iterator) and type(value).__module__ in ("builtins", "itertools")
 
 
 def _is_plain(tensor: Tensor) -> bool:

@@ -24,12 +24,14 @@ from dure.strategies.state.objects.namespaces import (
 from dure.strategies.state.objects.object_state import ObjectState
 
 
-def state_outside(task: object, model: nn.Module) -> dict[str, object]:
-    """Return the objects in which a task, its model, and what they hold may keep state outside themselves.
+def state_outside(task: object, model: nn.Module, *others: object) -> dict[str, object]:
+    """Return the objects in which a task, its model, others, and what they hold may keep state outside themselves.
 
-    A criterion that was given to the task, or that it found by name, has code of its own.
+    A criterion that was given to the task, or that it found by name, has code of its own; so have an optimiser and its
+    hooks.
     """
-    held = ObjectState({"task": task, "model": model}).first.values()
+    named = {f"other {number}": other for number, other in enumerate(others)}
+    held = ObjectState({"task": task, "model": model, **named}).first.values()
     found = (_definition_of(value) for value in held)
     return used_globals(
         type(task), *dict.fromkeys(type(m) for m in model.modules()), *(each for each in found if each is not None)

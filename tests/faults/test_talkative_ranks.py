@@ -17,7 +17,7 @@ from dure.launch.logs.log_pump import LINE_LIMIT_BYTES, ROTATE_BYTES
 from tests.commands import Command, Prewarmed, wait_until
 
 TALKING = """
-import os, sys, time
+import glob, os, sys, time
 import torch
 from torch import nn
 import dure
@@ -39,8 +39,8 @@ class Talking(dure.Task):
 
 
 class TalkingSGD(torch.optim.SGD):
-    def step(self, closure=None):  # and not the loss, which is tried before
-        if os.environ["RANK"] == os.environ["TALKING_RANK"]:
+    def step(self, closure=None):  # and not the loss, which is tried before, as the first steps are on rank 0
+        if os.environ["RANK"] == os.environ["TALKING_RANK"] and glob.glob("runs/*/rank*.jsonl"):
             begun = time.perf_counter()
             talk()
             print(f"talked for {time.perf_counter() - begun:.3f} seconds")

@@ -49,8 +49,15 @@ def test_steps_when_a_record_claims_more_than_a_whole_number_then_its_column_has
     assert not any(name.startswith("measured.") for name in table.columns)
 
 
-def test_steps_when_a_record_has_very_many_measurements_then_the_first_ones_are_read(run):
-    run.records_path(0).write_text(step(1, measured={str(number): 1.0 for number in range(1000)}))
+def test_steps_when_a_name_is_no_text_then_it_is_written_out(run, tmp_path):
+    run.records_path(0).write_text(step(1, measured={"a\ud800": 1.0}))
+    write_table(steps_table(run), tmp_path / "steps.csv")
+    assert r"measured.a\ud800" in (tmp_path / "steps.csv").read_text()
+
+
+def test_steps_when_records_have_very_many_measurements_then_some_are_read(run):
+    for rank in range(4):
+        run.records_path(rank).write_text(step(1, measured={f"{rank}.{number}": 1.0 for number in range(1000)}))
     assert sum(name.startswith("measured.") for name in steps_table(run).columns) == 64
 
 

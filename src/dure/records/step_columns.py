@@ -17,7 +17,7 @@ COLUMNS = (
 )
 """Fields of a step record that become columns; all are numbers."""
 _MOST_STEPS = 2**53
-_MOST_MEASURED = 64
+MOST_MEASURED = 64
 """Maximum number of measurements that are read; no strategy has so many."""
 _BLOCK_BYTES = 2**22
 """Bytes of lines that are parsed together."""
@@ -84,7 +84,7 @@ class _Measured:
         for index, record in enumerate(records):
             of_step = record.get("measured")
             for name, value in of_step.items() if isinstance(of_step, dict) else ():
-                is_known = name in found.by_name or len(found.by_name) < _MOST_MEASURED
+                is_known = name in found.by_name or len(found.by_name) < MOST_MEASURED
                 if is_known and isinstance(value, int | float) and abs(value) <= sys.float_info.max:
                     found.by_name.setdefault(name, np.full(found.num_steps, np.nan))[index] = value
         return found
@@ -92,7 +92,7 @@ class _Measured:
     @staticmethod
     def joined(blocks: "Sequence[_Measured]") -> dict[str, np.ndarray]:
         """Return the measurements of successive blocks of steps."""
-        names = [*dict.fromkeys(name for block in blocks for name in block.by_name)][:_MOST_MEASURED]
+        names = [*dict.fromkeys(name for block in blocks for name in block.by_name)][:MOST_MEASURED]
         return {
             name: np.concatenate([block.by_name.get(name, np.full(block.num_steps, np.nan)) for block in blocks])
             for name in names

@@ -13,8 +13,9 @@ import numpy as np
 from dure.errors import EnvironmentLacks, Misuse
 from dure.records.events import Evaluated
 from dure.records.run_dir import RunDir, os_errors_as_sentences
-from dure.records.step_columns import read_columns
+from dure.records.step_columns import MOST_MEASURED, read_columns
 from dure.records.step_record import StepRecord
+from dure.terminal import printable
 
 _WHOLE = ("step", "epoch", "samples_seen", "sent_bytes")
 _MOST_WHOLE = 2.0**63
@@ -51,9 +52,10 @@ def steps_table(run: RunDir) -> RecordTable:
         columns[name] = values.astype(np.int64) if is_whole else values
     count = columns["loss_count"]
     columns["loss"] = np.divide(columns["loss_sum"], count, out=np.full(len(count), np.nan), where=count != 0)
-    for name in sorted(set(chain.from_iterable(each.measured for each in found))):
+    measured = sorted(set(chain.from_iterable(each.measured for each in found)))
+    for name in measured[:MOST_MEASURED]:
         parts = [each.measured.get(name, np.full(size, np.nan)) for each, size in zip(found, sizes, strict=True)]
-        columns[f"measured.{name}"] = np.concatenate(parts)
+        columns[f"measured.{printable(name)}"] = np.concatenate(parts)
     return RecordTable(columns=columns, num_left_out=sum(each.num_left_out for each in found))
 
 
@@ -78,8 +80,9 @@ def evaluations_table(run: RunDir) -> RecordTable:
     }
     for name in dict.fromkeys(chain.from_iterable(event.metrics for event in events)):
         of_name = [event.metrics.get(name) for event in events]
-        columns[f"metric.{name}"] = np.array([math.nan if one is None else one.value for one in of_name], dtype=float)
-        columns[f"count.{name}"] = np.array([math.nan if one is None else one.count for one in of_name], dtype=float)
+        title = printable(name)  # which is text that every encoding has
+        columns[f"metric.{title}"] = np.array([math.nan if one is None else one.value for one in of_name], dtype=float)
+        columns[f"count.{title}"] = np.array([math.nan if one is None else one.count for one in of_name], dtype=float)
     return RecordTable(columns=columns, num_left_out=0)
 
 

@@ -245,8 +245,8 @@ class Worker:
             self.heartbeats.beat(self.place.rank.rank, self.step + 1, phase, self.sequence.now())
 
     def _fail(self, error: BaseException, stop: StopSignals) -> int:
-        if isinstance(error, StoppedAtOnce):
-            return stop_exit_code(error.number)
+        if stop.raised is not None:
+            return stop_exit_code(stop.raised)
         if stop.received is not None and is_peer_lost(error):
             return stop_exit_code(stop.received)  # the other rank followed the same signal a moment earlier
         rank, error = self.place.rank.rank, told(error)

@@ -1,5 +1,6 @@
 """Comparison of a run's first steps with those of one process: it finds what no inspection knows, and nothing else."""
 
+import itertools
 import time
 from typing import Any
 
@@ -92,6 +93,47 @@ def test_optimizer_that_writes_to_memory_itself_then_the_trial_is_undone(tmp_pat
     run = train_case(tmp_path, SteppedByNumpy(), "ddp", 2, **STEPS)
     assert largest_difference(weights_of(run), weights_of(one)) < TO_ROUNDING
     assert events_of(run, FirstStepsCompared)
+
+
+COUNT = itertools.count(1)
+
+
+class Warmup(torch.optim.SGD):
+    """Descent that is slower in its first steps, by numbers that it keeps outside itself."""
+
+    steps = 0
+
+    def step(self, closure: Any = None) -> None:
+        Warmup.steps += 1
+        for group in self.param_groups:
+            group["lr"] = 0.01 * self.number()
+        super().step()
+
+    def number(self) -> int:
+        return Warmup.steps
+
+
+class Counted(Warmup):
+    def number(self) -> int:
+        return next(COUNT)
+
+
+class SteppedByClosure(ZooTask):
+    """Task whose optimiser is known by a closure alone."""
+
+    def __init__(self, optimizer: type) -> None:
+        self.make = lambda model: optimizer(model.parameters(), lr=0.1)
+
+    def build_optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
+        return self.make(model)
+
+
+@pytest.mark.parametrize(("optimizer", "num_compared"), [(Warmup, 1), (Counted, 0)])
+def test_optimizer_that_keeps_state_outside_itself_then_the_trial_is_undone(optimizer, num_compared, tmp_path):
+    one = train_case(tmp_path, SteppedByClosure(optimizer), **STEPS)
+    run = train_case(tmp_path, SteppedByClosure(optimizer), "dp", 2, **STEPS)
+    assert largest_difference(weights_of(run), weights_of(one)) < TO_ROUNDING
+    assert len(events_of(run, FirstStepsCompared)) == num_compared
 
 
 class Attends(ZooTask):

@@ -137,7 +137,7 @@ def derivatives_refused(model: nn.Module) -> Iterator[None]:
     """Enter the context of a loss that has the model's output alone, to which autograd has no path from its inputs.
 
     Raises:
-        TaskInvalid: The loss takes derivatives through the model.
+        TaskInvalid: The loss asks for derivatives that are not there.
     """
     try:
         yield
@@ -146,6 +146,7 @@ def derivatives_refused(model: nn.Module) -> Iterator[None]:
         if not any(text in message for text in _NOT_IN_GRAPH):
             raise
         raise TaskInvalid(
-            f"the task's loss takes derivatives through {type(model).__name__}, as for a gradient penalty, but other "
-            f"ranks have sections of it ({message.splitlines()[0]:.200}): use ddp or fsdp"
+            f"the task's loss failed ({message.splitlines()[0]:.200}): it has the output of {type(model).__name__} "
+            "alone, without derivatives through it, as a gradient penalty needs them, for other ranks have sections of "
+            "it; if it needs none, `--strategy single` shows the failing line; else use ddp or fsdp"
         ) from error

@@ -4,7 +4,7 @@ import signal
 import threading
 import time
 from types import FrameType
-from typing import Self
+from typing import NoReturn, Self
 
 from dure.process.stop_signals import end_if_unanswered, handled_signals, is_repeated_signal
 
@@ -31,6 +31,8 @@ class StopSignals:
     def __init__(self, *, is_supervised: bool = False) -> None:
         self.received: int | None = None
         """Number of the first signal; None if none was received."""
+        self.raised: int | None = None
+        """Number of the signal for which `StoppedAtOnce` was raised, which native code may replace by its own error."""
         self._received_at = 0.0
         self._is_supervised = is_supervised
         self._is_deferred = False
@@ -57,9 +59,13 @@ class StopSignals:
         if self.received is None:
             self.received, self._received_at = number, time.monotonic()
             if not self._is_deferred:
-                raise StoppedAtOnce(number)
+                self._stop_at_once(number)
             return
         seconds = time.monotonic() - self._received_at
         if self._is_supervised or seconds < _SECOND_AFTER_SECONDS or is_repeated_signal(number, seconds):
             return
-        raise StoppedAtOnce(self.received)  # a supervisor would kill this rank now
+        self._stop_at_once(self.received)  # a supervisor would kill this rank now
+
+    def _stop_at_once(self, number: int) -> NoReturn:
+        self.raised = number
+        raise StoppedAtOnce(number)

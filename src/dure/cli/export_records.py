@@ -7,6 +7,7 @@ from typing import Annotated, Literal
 from cyclopts import Parameter
 
 from dure.cli.output import JsonFlag
+from dure.errors import RunInvalid
 from dure.terminal import one_line, print_json, print_status, print_text, shell_word
 
 
@@ -30,7 +31,10 @@ def export_records(
     from dure.report.record_tables import check_file, read_table, write_table
 
     check_file(file)
-    found = read_table(RunDir.open(run), table)
+    opened = RunDir.open(run, or_script=True)
+    if opened.is_script:
+        raise RunInvalid(f"{run} is the run of a script (`dure run`), which has no records of steps and evaluations")
+    found = read_table(opened, table)
     write_table(found, file)
     if not found.num_rows:
         print_status(f"{one_line(run)} has no {table} on record: see `dure doctor {shell_word(run)}`")

@@ -258,6 +258,7 @@ class NoLength:
     [
         (Stream(), "T.train_data returned Stream, an IterableDataset: a stream has no sample indices, so its order"),
         (NoLength(), "T.train_data returned NoLength: give a map-style dataset"),
+        ({"x": [1, 2]}, "T.train_data returned dict, whose keys are no sample numbers: give one map-style dataset"),
         (None, "T.train_data returned NoneType: give a map-style dataset"),
         ([], r"T.train_data returned an empty dataset \(list\): there is nothing to use; check its path or filter"),
     ],
@@ -269,6 +270,7 @@ def test_data_that_a_run_cannot_be_defined_on_is_refused_in_one_sentence(data, s
 
 def test_plain_lists_are_data_too():
     check_dataset([1, 2, 3], "T.train_data")
+    check_dataset({0: "a", 1: "b"}, "T.train_data")
 
 
 @pytest.mark.parametrize(("is_of_loaders", "num_reported"), [(True, 0), (False, 1)])

@@ -4,7 +4,7 @@ import os
 import random
 import signal
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
 from multiprocessing import resource_sharer
@@ -45,7 +45,7 @@ def check_dataset(data: Any, source: str) -> None:
     """Refuse data on which no run can be defined.
 
     Raises:
-        DataInvalid: The data are iterable-style, have no length, or are empty.
+        DataInvalid: The data are iterable-style, have no length or no sample 0, or are empty.
     """
     kind = type(data).__name__
     if isinstance(data, IterableDataset):
@@ -55,6 +55,11 @@ def check_dataset(data: Any, source: str) -> None:
         )
     if not hasattr(data, "__getitem__") or not hasattr(data, "__len__"):
         raise DataInvalid(f"{source} returned {kind}: give a map-style dataset (__len__ and __getitem__)")
+    if isinstance(data, Mapping) and data and 0 not in data:
+        raise DataInvalid(
+            f"{source} returned {kind}, whose keys are no sample numbers: give one map-style dataset, such as "
+            "torch.utils.data.TensorDataset(x, y) or one of its splits"
+        )
     if len(data) == 0:
         raise DataInvalid(
             f"{source} returned an empty dataset ({kind}): there is nothing to use; check its path or filter"

@@ -20,6 +20,7 @@ from dure.failures import tellable
 from dure.failures.record import CodeLine, FailureRecord, failure_from_json, failure_to_json
 from dure.failures.report import describe_failure, for_script, is_peer_lost, told
 from dure.launch.worker import worker_process
+from dure.torchcompat.gradients import run_backward
 from dure.training.session.evaluation import evaluate
 from dure.training.session.loader import FetchRequest, Loader, SampleFetch
 from dure.training.session.sample_order import SampleOrder
@@ -192,6 +193,32 @@ def test_failure_when_an_evaluation_wants_gradients_then_it_says_how_to_have_the
     assert (
         "let what needs them in the loss compute under torch.enable_grad()" in describe_failure(info.value, 0, 3).advice
     )
+
+
+class CallsBackward(Small):
+    def loss(self, model, batch):
+        loss = model(batch[0].double()).sum()
+        loss.backward()
+        return loss
+
+
+def test_failure_when_the_loss_calls_backward_then_it_says_who_does():
+    task, strategy = CallsBackward(), prepared(CallsBackward().loss)
+    loader = Loader(SampleFetch(task.train_data(), None, 0), torch.device("cpu"), 0)
+    with pytest.raises(RuntimeError, match="does not require grad") as info:
+        evaluate(task, strategy, loader, num_samples=2, batch_size=2)
+    assert describe_failure(info.value, 0, 3).advice.startswith("dure calls backward: let the loss")
+
+
+def test_failure_when_a_graph_was_used_before_dures_backward_then_it_says_what_may_have_used_it():
+    loss = torch.ones((), requires_grad=True).exp()
+    loss.backward()
+    with pytest.raises(RuntimeError, match="second time") as info:
+        run_backward(loss)
+    assert describe_failure(info.value, 0, 3).advice.startswith("if the loss calls backward itself: dure calls")
+    with pytest.raises(RuntimeError, match="second time") as info:
+        loss.backward()  # as in a script
+    assert describe_failure(info.value, 0, 3).advice is None
 
 
 def test_failure_when_memory_ends_in_an_evaluation_then_its_own_batch_is_what_helps():

@@ -71,6 +71,7 @@ _FROM_LOADER = re.compile(r"Caught .+ in (DataLoader worker process|pin memory t
 _FRAME = re.compile(r'^ *File "(?P<file>.+)", line (?P<line>\d+), in (?P<function>.+)\n(?: {4,}(?P<text>\S.*))?', re.M)
 _OTHER_ROOM = "--precision bf16, a strategy that divides the model (fsdp, pipeline), or a device with more memory"
 _EVALUATION = own_file("dure.training.session.evaluation")
+_BACKWARD = own_file("dure.torchcompat.gradients")
 _OUT_OF_MEMORY = (
     "out of memory",
     "DefaultCPUAllocator: can't allocate memory",
@@ -97,6 +98,8 @@ _MOST_BRIEF = 500
 _GRADIENT_ADVICE = (
     "an evaluation computes without gradients: let what needs them in the loss compute under torch.enable_grad()"
 )
+_BACKWARD_ADVICE = "dure calls backward: let the loss compute and return its value alone"
+_SECOND_BACKWARD = "Trying to backward through the graph a second time"
 _LOADER_ADVICE = "often the host's memory or /dev/shm ran out; use fewer --num-workers"
 _SHARED_MEMORY_FULL = (
     "there is no space left in /dev/shm, through which loader processes hand over their batches: free some, give the "
@@ -456,7 +459,9 @@ def _worded(error: BaseException) -> tuple[str, str, str | None]:
     if _has_no_file_left(error):
         return kind, message, _NO_FILE_ADVICE
     if _NO_GRADIENT in message and _is_in_evaluation(error):
-        return kind, message, _GRADIENT_ADVICE
+        return kind, message, _BACKWARD_ADVICE if _calls_backward(error) else _GRADIENT_ADVICE
+    if message.startswith(_SECOND_BACKWARD) and any(frame.filename == _BACKWARD for frame in frames_of(error)):
+        return kind, message, f"if the loss calls backward itself: {_BACKWARD_ADVICE}"
     return kind, message, None
 
 
@@ -469,6 +474,11 @@ def _main_member(error: BaseException) -> BaseException | None:
 
 def _is_in_evaluation(error: BaseException) -> bool:
     return any(frame.filename == _EVALUATION for frame in frames_of(error))
+
+
+def _calls_backward(error: BaseException) -> bool:
+    """Return whether a method `backward` of a tensor raised an exception, which dure itself does not call."""
+    return any(frame.name == "backward" and frame.filename.endswith("torch/_tensor.py") for frame in frames_of(error))
 
 
 def _has_no_file_left(error: BaseException) -> bool:

@@ -8,7 +8,7 @@ import pytest
 
 from dure.cli.app import main
 from dure.errors import EnvironmentLacks, Misuse
-from dure.records.events import Evaluated
+from dure.records.events import Evaluated, Training
 from dure.records.run_dir import RunDir
 from dure.records.step_record import Metric, StepRecord, step_line
 from dure.report.record_tables import RecordTable, check_file, evaluations_table, steps_table, write_table
@@ -125,6 +125,17 @@ def test_file_when_it_cannot_be_then_it_is_refused_before_anything_is_read(tmp_p
     monkeypatch.setitem(__import__("sys").modules, "pyarrow", None)
     with pytest.raises(EnvironmentLacks, match=r"pip install 'dure\[parquet\]', or write \.csv"):
         check_file(tmp_path / "steps.parquet")
+
+
+def test_command_when_a_rank_has_no_records_then_says_which(run, tmp_path, capsys):
+    run.records_path(0).write_text(step(1))
+    run.append_event(
+        Training(
+            world_size=3, num_devices=3, device="cpu", epoch_samples=8, total_samples=8, samples_seen=0, step=0
+        )
+    )  # fmt: skip
+    assert main(["export-records", str(run.path), str(tmp_path / "steps.csv")]) == 0
+    assert capsys.readouterr().err == "dure: the records of ranks 1, 2 are missing, and have no rows\n"
 
 
 def test_command_when_it_has_written_a_table_then_says_what_is_in_it(run, tmp_path, capsys):

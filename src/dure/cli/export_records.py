@@ -8,7 +8,7 @@ from cyclopts import Parameter
 
 from dure.cli.output import JsonFlag
 from dure.errors import RunInvalid
-from dure.terminal import one_line, print_json, print_status, print_text, shell_word
+from dure.terminal import few, one_line, print_json, print_status, print_text, shell_word
 
 
 def read(tokens: list[str]) -> tuple[list[str], Callable[..., None]]:
@@ -38,6 +38,9 @@ def export_records(
     write_table(found, file)
     if not found.num_rows:
         print_status(f"{one_line(run)} has no {table} on record: see `dure doctor {shell_word(run)}`")
+    elif found.missing:
+        ranks = few(found.missing)
+        print_status(f"the records of rank{'s' * (len(found.missing) > 1)} {ranks} are missing, and have no rows")
     if json:
         print_json(
             {
@@ -45,6 +48,7 @@ def export_records(
                 "num_rows": found.num_rows,
                 "columns": [*found.columns],
                 "num_left_out": found.num_left_out,
+                "missing_ranks": found.missing,
             }
         )
         return

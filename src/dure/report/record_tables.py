@@ -4,14 +4,14 @@ import csv
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import chain
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from dure.errors import EnvironmentLacks, Misuse
-from dure.records.events import Evaluated
+from dure.records.events import Evaluated, Training
 from dure.records.run_dir import RunDir, os_errors_as_sentences
 from dure.records.step_columns import MOST_MEASURED, read_columns
 from dure.records.step_record import StepRecord
@@ -19,6 +19,7 @@ from dure.terminal import printable
 
 _WHOLE = ("step", "epoch", "samples_seen", "sent_bytes")
 _MOST_WHOLE = 2.0**63
+_MOST_MISSING = 64
 _STEP_COLUMNS = ("step", *(name for name in StepRecord._fields if name not in ("step", "samples", "measured")))
 
 
@@ -30,6 +31,8 @@ class RecordTable:
     """Array `(N,)` of float64, int64 or bool for each column; NaN where a row has no value."""
     num_left_out: int
     """Number of lines in the records that have no row, because they are damaged."""
+    missing: tuple[int, ...] = ()
+    """Ranks of the last attempt without a file of records, the first ones of them."""
 
     @property
     def num_rows(self) -> int:
@@ -56,7 +59,13 @@ def steps_table(run: RunDir) -> RecordTable:
     for name in measured[:MOST_MEASURED]:
         parts = [each.measured.get(name, np.full(size, np.nan)) for each, size in zip(found, sizes, strict=True)]
         columns[f"measured.{printable(name)}"] = np.concatenate(parts)
-    return RecordTable(columns=columns, num_left_out=sum(each.num_left_out for each in found))
+    attempts = [event for event in run.events() if isinstance(event, Training)]
+    absent = (rank for rank in range(attempts[-1].world_size if attempts else 0) if rank not in ranks)
+    return RecordTable(
+        columns=columns,
+        num_left_out=sum(each.num_left_out for each in found),
+        missing=tuple(islice(absent, _MOST_MISSING)),
+    )
 
 
 def evaluations_table(run: RunDir) -> RecordTable:

@@ -180,16 +180,19 @@ class Starved(Small):
         raise MemoryError("no more")
 
 
+def evaluated(task):
+    loader = Loader(SampleFetch(task.train_data(), None, 0), torch.device("cpu"), 0)
+    evaluate(task, prepared(task.loss), loader, num_samples=2, batch_size=2)
+
+
 class Penalised(Small):
     def loss(self, model, batch):
         return torch.autograd.grad(model(batch[0].double()).sum(), list(model.parameters()))[0].square().sum()
 
 
 def test_failure_when_an_evaluation_wants_gradients_then_it_says_how_to_have_them():
-    task, strategy = Penalised(), prepared(Penalised().loss)
-    loader = Loader(SampleFetch(task.train_data(), None, 0), torch.device("cpu"), 0)
     with pytest.raises(RuntimeError, match="does not require grad") as info:
-        evaluate(task, strategy, loader, num_samples=2, batch_size=2)
+        evaluated(Penalised())
     assert (
         "let what needs them in the loss compute under torch.enable_grad()" in describe_failure(info.value, 0, 3).advice
     )
@@ -203,10 +206,8 @@ class CallsBackward(Small):
 
 
 def test_failure_when_the_loss_calls_backward_then_it_says_who_does():
-    task, strategy = CallsBackward(), prepared(CallsBackward().loss)
-    loader = Loader(SampleFetch(task.train_data(), None, 0), torch.device("cpu"), 0)
     with pytest.raises(RuntimeError, match="does not require grad") as info:
-        evaluate(task, strategy, loader, num_samples=2, batch_size=2)
+        evaluated(CallsBackward())
     assert describe_failure(info.value, 0, 3).advice.startswith("dure calls backward: let the loss")
 
 
@@ -222,10 +223,8 @@ def test_failure_when_a_graph_was_used_before_dures_backward_then_it_says_what_m
 
 
 def test_failure_when_memory_ends_in_an_evaluation_then_its_own_batch_is_what_helps():
-    task, strategy = Starved(), prepared(Starved().loss)
-    loader = Loader(SampleFetch(task.train_data(), None, 0), torch.device("cpu"), 0)
     with pytest.raises(MemoryError, match="no more") as info:
-        evaluate(task, strategy, loader, num_samples=2, batch_size=2)
+        evaluated(Starved())
     assert describe_failure(info.value, 0, 3).advice.startswith("use a smaller --eval-batch-size, --precision bf16")
 
 

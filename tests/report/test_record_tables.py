@@ -115,6 +115,14 @@ def test_file_when_it_cannot_be_written_then_nothing_is_left_of_it_and_an_earlie
     assert [(path.name, path.read_text()) for path in tmp_path.iterdir()] == [("table.csv", "earlier")]
 
 
+def test_file_when_a_link_is_in_the_place_of_its_copy_then_it_is_not_followed(tmp_path):
+    (tmp_path / "other").write_text("kept")
+    (tmp_path / ".table.csv.writing").symlink_to(tmp_path / "other")
+    write_table(TABLE, tmp_path / "table.csv")
+    assert (tmp_path / "other").read_text() == "kept"
+    assert not (tmp_path / "table.csv").is_symlink()
+
+
 def test_file_when_it_cannot_be_then_it_is_refused_before_anything_is_read(tmp_path, monkeypatch):
     with pytest.raises(Misuse, match=r"has the ending \.xlsx: use one of \.csv, \.parquet"):
         check_file(tmp_path / "steps.xlsx")

@@ -136,6 +136,7 @@ def write_table(table: RecordTable, path: Path) -> None:
         Misuse: The system refuses the file.
     """
     new = path.with_name(f".{path.name}.writing")
+    new.unlink(missing_ok=True)  # a link in its place would be followed
     try:
         _WRITERS[path.suffix](table.columns, new)
         new.replace(path)

@@ -86,8 +86,8 @@ class OneProcessSteps:
         """
         if strategy.group.rank or not _is_comparable(strategy, model):
             return
-        steps = _Steps(strategy, task, model, loader.without_workers(), order, time.monotonic() + _MOST_SECONDS, {})
-        steps.objects.update(strategy.objects)
+        deadline, objects = time.monotonic() + _MOST_SECONDS, dict(strategy.objects)
+        steps = _Steps(strategy, task, model, loader.without_workers(), order, deadline, objects)
         try:
             move_module(model, strategy.device)
             with sharing_state():

@@ -101,6 +101,7 @@ _GRADIENT_ADVICE = (
 _BACKWARD_ADVICE = "dure calls backward: let the loss compute and return its value alone"
 _SECOND_BACKWARD = "Trying to backward through the graph a second time"
 _LOADER_ADVICE = "often the host's memory or /dev/shm ran out; use fewer --num-workers"
+_NO_SHARED_MEMORY = "unable to allocate shared memory"
 _SHARED_MEMORY_FULL = (
     "there is no space left in /dev/shm, through which loader processes hand over their batches: free some, give the "
     "container more (--shm-size=8g or --ipc=host), or use --num-workers 0"
@@ -450,7 +451,7 @@ def _worded(error: BaseException) -> tuple[str, str, str | None]:
     if _is_loader_lost(error):
         return kind, f"a loader process was killed or crashed ({message.strip()})", _LOADER_ADVICE
     if _FROM_LOADER.match(message):
-        return kind, _message_of_loader(message), None
+        return kind, _message_of_loader(message), _SHARED_MEMORY_FULL if _NO_SHARED_MEMORY in message else None
     if (misfit := library_for_another_torch(error)) is not None:
         return kind, misfit, None
     if (member := _main_member(error)) is not None:

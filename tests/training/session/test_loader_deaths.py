@@ -1,9 +1,10 @@
-"""Deaths of loader processes are raised where a batch is awaited, and not in the middle of other code."""
+"""Deaths of loader processes, and batches that never arrive, are raised where a batch is awaited."""
 
 import multiprocessing
 import os
 import signal
 import time
+from pickle import PicklingError
 
 import numpy as np
 import psutil
@@ -62,6 +63,31 @@ def test_death_while_a_batch_is_awaited_is_raised_at_once(batches):
         next(batches)
     signal.signal(signal.SIGALRM, before)
     assert time.monotonic() - begun < 4  # torch looks every five seconds
+
+
+class NoSharedMemory(torch.Tensor):
+    """Tensor that cannot be moved to shared memory."""
+
+    def __reduce_ex__(self, protocol):
+        raise RuntimeError("unable to allocate shared memory(shm) for file </torch_1>: No space left on device (28)")
+
+
+@pytest.mark.parametrize(
+    ("collate", "message", "advice"),
+    [
+        (lambda samples: (torch.stack(samples), lambda: None), "[Cc]an't (get|pickle) local", None),
+        (lambda samples: torch.stack(samples).as_subclass(NoSharedMemory), "unable to allocate", "--shm-size=8g"),
+    ],
+)
+def test_batch_that_cannot_be_handed_over_is_raised(collate, message, advice):
+    fetch = SampleFetch(Slow(), collate, seed=0)
+    batches = Loader(fetch, torch.device("cpu"), num_workers=1).batches([FetchRequest(0, np.arange(4))])
+    with pytest.raises((AttributeError, RuntimeError, PicklingError), match=message) as raised:
+        next(batches)
+    record = describe_failure(raised.value, rank=0, step=3)
+    assert next(batches, None) is None  # so that the loader process ends
+    assert "while handing over a batch from a loader process" in record.message
+    assert (record.advice is None) if advice is None else (advice in record.advice)
 
 
 def test_handler_that_the_task_sets_and_that_calls_the_one_before_is_called_once():

@@ -1,6 +1,7 @@
 """Loader from data indices to batches on a device, the same on any number of ranks and loader workers."""
 
 import os
+import pickle
 import random
 import signal
 import sys
@@ -8,6 +9,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
 from multiprocessing import resource_sharer
+from multiprocessing.reduction import ForkingPickler
 from types import TracebackType
 from typing import Any, NamedTuple, cast
 
@@ -246,7 +248,7 @@ class Loader:
             batch_sampler=cast(Any, _Requests(requests)),
             num_workers=self._num_workers,
             prefetch_factor=self._prefetch_factor,
-            collate_fn=_pinnable if is_pinned else _as_it_is,
+            collate_fn=partial(_Packed, is_pinned),
             worker_init_fn=partial(_begin_loading, os.getpid()),
             pin_memory=is_pinned,
             # regardless of the start method of the program or Python 3.14: data need not be picklable, a fork server is
@@ -321,12 +323,23 @@ class _Requests:
         return iter(self._requests)
 
 
-def _as_it_is(batch: Any) -> Any:
-    return batch
+class _Packed:
+    """Batch of a loader process, pickled where it was made; its unpickled copy is the batch itself.
 
+    A queue pickles in a thread of its own, and what fails there is lost: the batch never arrives, and the rank waits
+    for it for ever. Here the failure is one of the fetch, which is raised in the rank.
+    """
 
-def _pinnable(batch: Any) -> Any:
-    return map_tensors(batch, _written_out)
+    def __init__(self, is_pinned: bool, batch: Any) -> None:
+        try:
+            self._pickled = bytes(ForkingPickler.dumps(map_tensors(batch, _written_out) if is_pinned else batch))
+        except Exception as error:
+            doing = "while handing over a batch from a loader process, which pickles it; --num-workers 0 does not"
+            error.add_note(doing)
+            raise
+
+    def __reduce__(self) -> tuple[Callable[[bytes], Any], tuple[bytes]]:
+        return pickle.loads, (self._pickled,)
 
 
 def _begin_loading(rank_pid: int, worker_id: int) -> None:

@@ -253,3 +253,25 @@ def test_policy_when_it_waits_then_says_for_how_long(action, is_certain, words):
 def test_policy_then_acts_when_it_is_time(action, hang_after, seconds, is_certain, acts):
     policy = HangPolicy(action=action, hang_after=hang_after)
     assert policy.acts(seconds, 10.0, is_certain=is_certain) is acts
+
+
+@pytest.mark.parametrize(("phase", "what"), [("training", "in step 1"), ("evaluating", "evaluating")])
+def test_notice_when_a_phase_of_unknown_length_lasts_then_it_is_given_each_time_that_has_doubled(ranks, phase, what):
+    ranks.steps(1, phase=phase, looks=False)
+    notices = []
+    for _ in range(50):
+        ranks.wait(1.0)
+        if (notice := ranks.watchdog.notice()) is not None:
+            notices.append(notice)
+    after = "s now; after 300 s it is examined as a hang"
+    assert notices == [f"still {what}, for {seconds} {after}" for seconds in (11, 23, 47)]
+    ranks.steps(1)
+    assert ranks.watchdog.notice() is None
+
+
+def test_notice_when_usual_durations_are_known_or_no_rank_has_begun_then_there_is_none(ranks):
+    ranks.wait(30.0)
+    assert ranks.watchdog.notice() is None
+    ranks.steps(5, seconds=0.1)
+    ranks.wait(30.0)
+    assert ranks.watchdog.notice() is None

@@ -9,7 +9,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from dure.process.heartbeat import Heartbeats, Pace
+from dure.process.heartbeat import Beat, Heartbeats, Pace
 
 LEAST_SECONDS = 10.0
 """Lower bound of derived limits, in seconds: shorter waits, such as the start of a loader, are no hang."""
@@ -102,6 +102,10 @@ class Watchdog:
         """True once a rank has sent a heartbeat: until then all may wait while one downloads its data."""
         self._reported_seconds = 0.0
         """Seconds of silence up to which reports have been made."""
+        self._unknown: tuple[float, Beat] | None = None
+        """Longest silence in a phase of unknown length, in seconds, and the heartbeat before it."""
+        self._noticed_seconds = 0.0
+        """Seconds of such silence up to which notices have been given."""
 
     def silent_seconds(self, ranks: Sequence[int]) -> float | None:
         """Return for how long no step has finished once that exceeds the limit, and again each time it has doubled.
@@ -116,6 +120,7 @@ class Watchdog:
             self.resume()
         self._last_look = now
         silent: list[tuple[float, float, bool]] = []
+        self._unknown = None
         last_call = max((calls.time for calls in self._calls.values()), default=0.0)
         for rank in ranks:
             beat = self.heartbeats.last(rank)
@@ -129,6 +134,8 @@ class Watchdog:
             has_begun = beat.count or (calls.count and self.hang_after is not None)  # a script may send no heartbeat
             self.last_threshold = self.threshold(beat.phase) if has_begun else self._threshold_of_start()
             self.is_known = self.hang_after is not None or self.last_threshold != UNKNOWN_SECONDS
+            if not self.is_known and beat.count and (self._unknown is None or seconds > self._unknown[0]):
+                self._unknown = seconds, beat
             if not self.is_known and calls.count:
                 self.last_threshold = max(LEAST_SECONDS, TIMES_LONGEST * calls.longest_seconds)
             if seconds > self.last_threshold:
@@ -142,6 +149,21 @@ class Watchdog:
         uncertain = TIMES_UNCERTAIN * self.last_threshold
         self._reported_seconds = min(2 * longest, uncertain) if longest < uncertain else 2 * longest
         return longest
+
+    def notice(self) -> str | None:
+        """Return a sentence on a silence in a phase of unknown length after ten seconds, and each time it has doubled.
+
+        It is about the last poll; None if there is nothing new.
+        """
+        seconds, beat = self._unknown or (0.0, Beat(step=-1, time=0.0))
+        if seconds <= LEAST_SECONDS:
+            self._noticed_seconds = 0.0
+            return None
+        if seconds <= self._noticed_seconds:
+            return None
+        self._noticed_seconds = 2 * seconds
+        what = f"in step {beat.step}" if beat.phase == "training" else beat.phase
+        return f"still {what}, for {seconds:.0f} s now; after {UNKNOWN_SECONDS:.0f} s it is examined as a hang"
 
     def resume(self) -> None:
         """Count silence from now on: the ranks were stopped for as long as the supervisor was."""

@@ -24,7 +24,7 @@ class Listener(Protocol):
         ...
 
     def print_status(self, text: str) -> None:
-        """Print the reason why a stop takes a while."""
+        """Print the reason why a stop takes long, or that something still goes on."""
         ...
 
     def restart(self, restart: Restart) -> None:

@@ -193,7 +193,12 @@ def _time_to_stop(
 
 def _report_stop(launch: Launch, workers: list[Worker], text: str) -> None:
     """Print the reason for a slow stop; a step that is merely long is recorded as no hang."""
-    if launch.listener is not None and launch.orders.stopped_by is None:  # it was printed before these ranks started
+    if launch.orders.stopped_by is None:  # it was printed before these ranks started
+        _print_status(launch, workers, text)
+
+
+def _print_status(launch: Launch, workers: list[Worker], text: str) -> None:
+    if launch.listener is not None:
         show_pending_output(launch, workers)
         launch.listener.print_status(text)
 
@@ -253,6 +258,8 @@ def _hang(
 ) -> HangVerdict | None:
     """Report ranks that hang; return the verdict if they are to be ended."""
     seconds = watchdog.silent_seconds([worker.rank for worker in workers if worker.end is None])
+    if launch.hangs is not None and not launch.hangs.counts_calls and (notice := watchdog.notice()) is not None:
+        _print_status(launch, workers, notice)
     if survey is not None:
         if seconds is not None and not launch.nodes.is_one_quiet:
             survey.ask(seconds, only_if_waited=_only_if_waited(watchdog, seconds))

@@ -78,6 +78,10 @@ faults: $(DEV) ## run the tests that kill, hang and slow ranks
 hosts: $(DEV) ## cut the cables of three hosts, and reboot them (needs root)
 	$(PY) -m pytest -m hosts $(PYTEST_ARGS)
 
+browser: $(VENV)/.dure-browser ## open the page of a run in Chromium, which is installed first (Debian; as root)
+	command -v chromium >/dev/null || apt-get install -y chromium
+	$(PY) -m pytest -m browser tests/report $(PYTEST_ARGS)
+
 simulated: $(DEV) ## run the tests on simulated CUDA devices, which are compiled with g++ first
 	$(PY) -m pytest $(FOUR) -m "simulated and not zoo" tests/simulated_cuda $(PYTEST_ARGS)
 
@@ -134,6 +138,10 @@ $(VENV)/.dure-demo: $(VENV)/bin/pip pyproject.toml constraints.txt
 $(VENV)/.dure-dev: $(VENV)/bin/pip pyproject.toml constraints.txt
 	$(INSTALL) -e '.[dev]'
 	@touch $@ $(VENV)/.dure-core $(VENV)/.dure-demo
+
+$(VENV)/.dure-browser: $(VENV)/.dure-dev
+	$(INSTALL) -e '.[browser]'
+	@touch $@
 
 # an environment of its own: Ray brings forty megabytes that nothing else needs
 $(CLUSTER_VENV)/.dure-cluster: pyproject.toml constraints.txt

@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from dure.doctor.finding import Finding
 from dure.doctor.slowness import slow_findings
 from dure.doctor.step_times import step_times
 from dure.records.events import CheckpointSaved, Evaluated, SlowThreads, Training
+from dure.records.finding import Finding
 from dure.records.run_dir import RunDir
 from dure.records.step_record import StepRecord, step_line
 from dure.spec import RunSpec

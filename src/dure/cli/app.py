@@ -66,6 +66,10 @@ VERBS = {
         "doctor",
         "Explain a run: which rank failed or hung first, where, what makes it slow, and what to do.",
     ),
+    "report": Verb(
+        "report",
+        "Write a run as one HTML page, which opens offline: findings, losses, times, lateness, events, settings.",
+    ),
     "submit": Verb("submit", "Hand a run to Slurm, Kubernetes or Ray."),
     "bench": Verb("bench", "Measure collectives between processes of this host, and fit what a link costs."),
 }

@@ -33,8 +33,8 @@ def doctor(
     json: JsonFlag = False,
 ) -> None:
     """Explain a run: which rank failed or hung first, where, what makes it slow, and what to do."""
-    from dure.doctor.finding import SEVERITIES
     from dure.doctor.findings import diagnose
+    from dure.records.finding import SEVERITIES
     from dure.records.run_dir import RunDir
 
     found = diagnose(RunDir.open(run, or_script=True))

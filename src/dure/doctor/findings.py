@@ -8,13 +8,13 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from dure.doctor.finding import SEVERITIES, Finding
 from dure.doctor.slowness import slow_findings
 from dure.errors import DureError, RunInvalid
 from dure.failures.record import read_failure
 from dure.failures.verdict import WorkerEnd, judge
 from dure.launch.hangs.diagnosis import verdict_from_json
 from dure.records.events import Attempt, Event, RankLost, Restarted, StepSkipped, UnknownEvent
+from dure.records.finding import SEVERITIES, Finding
 from dure.records.jsonl import last_record
 from dure.records.run_dir import EVENTS, RunDir, os_errors_as_sentences
 from dure.records.run_list import RunOverview, overview

@@ -15,6 +15,7 @@ from dure.records.events import Evaluated, Training
 from dure.records.run_dir import RunDir, os_errors_as_sentences
 from dure.records.step_columns import MOST_MEASURED, read_columns
 from dure.records.step_record import StepRecord
+from dure.report.whole_file import written_whole
 from dure.terminal import printable
 
 _WHOLE = ("step", "epoch", "samples_seen", "sent_bytes")
@@ -135,15 +136,8 @@ def write_table(table: RecordTable, path: Path) -> None:
     Raises:
         Misuse: The system refuses the file.
     """
-    new = path.with_name(f".{path.name}.writing")
-    new.unlink(missing_ok=True)  # a link in its place would be followed
-    try:
+    with written_whole(path) as new:
         _WRITERS[path.suffix](table.columns, new)
-        new.replace(path)
-    except OSError as error:
-        raise Misuse(f"{path} cannot be written ({error.strerror}): give a file that can be written") from None
-    finally:
-        new.unlink(missing_ok=True)
 
 
 def _write_csv(columns: Mapping[str, np.ndarray], path: Path) -> None:

@@ -1,5 +1,6 @@
 """Summary of a run from its records: a function of files, so that it can be recreated for any run."""
 
+import math
 from collections.abc import Iterable, Sequence
 from itertools import zip_longest
 from typing import Any
@@ -44,7 +45,7 @@ def _summarise(run: RunDir, spec: RunSpec, status: str, message: str | None) -> 
         last = record
     seconds["other"] = max(0.0, step_seconds - sum(seconds[span] for span in _SPANS))
     samples = 0 if last is None else last.samples_seen
-    events = _effective(run.events(), samples)
+    events = effective_events(run.events(), samples)
     start = next((event for event in reversed(events) if isinstance(event, Training)), None)
     evaluations = [event for event in events if isinstance(event, Evaluated)]
     rows = [_row(event) for event in evaluations]
@@ -68,14 +69,14 @@ def _summarise(run: RunDir, spec: RunSpec, status: str, message: str | None) -> 
         samples_per_second=samples / step_seconds if step_seconds else 0.0,
         seconds=seconds,
         rows=rows,
-        not_preserved=[*_not_preserved(events), *_lost(run.events())],
+        not_preserved=[*declared_differences(events), *_lost(run.events())],
         message=message,
         restarts=sum(isinstance(event, Restarted) for event in run.events()),
         microbatch_size=_halved_to(run.events()),
     )
 
 
-def _not_preserved(events: Sequence[Event]) -> list[str]:
+def declared_differences(events: Sequence[Event]) -> list[str]:
     """Return the differences declared by the attempts whose steps are still part of the run."""
     found: dict[str, None] = {}
     attempts = [event for event in events if isinstance(event, Training)]
@@ -120,8 +121,13 @@ def _halved_to(events: Iterable[Event]) -> int | None:
     return size
 
 
-def _effective(events: Iterable[Event], samples: int) -> list[Event]:
-    """Drop evaluations that a resumed run undid: the last one at each position counts, and none at later ones."""
+def effective_events(events: Iterable[Event], samples: float = math.inf) -> list[Event]:
+    """Drop evaluations that a resumed run undid: the last one at each position counts, and none at later ones.
+
+    Args:
+        events: Events of the run.
+        samples: Samples of the run so far.
+    """
     found: list[Event] = []
     for event in events:
         if isinstance(event, Resumed):

@@ -1,0 +1,284 @@
+"""Page of a run: one HTML file that opens without a network.
+
+The page loads nothing: BokehJS and all data are in it, and its content security policy forbids requests. Text from the
+run is escaped by Jinja2 and never reaches a script.
+"""
+
+import math
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from dure.errors import DureError, EnvironmentLacks
+from dure.own_files import open_own
+from dure.records import events as kinds
+from dure.records.events import CheckpointSaved, Evaluated, Event, UnknownEvent
+from dure.records.finding import Finding
+from dure.records.run_dir import RunDir, os_errors_as_sentences
+from dure.records.run_list import RunOverview, overview
+from dure.report.charts import (
+    COLORS,
+    PART_NAMES,
+    TimelineEvent,
+    lateness_chart,
+    loss_chart,
+    metric_chart,
+    parts_chart,
+    throughput_chart,
+    timeline_chart,
+)
+from dure.report.run_series import RunSeries, run_series
+from dure.report.summary import declared_differences, effective_events
+from dure.report.whole_file import written_whole
+from dure.terminal import few, printable
+from dure.units import format_bytes, format_count, format_seconds
+
+if TYPE_CHECKING:
+    from bokeh.plotting import figure
+
+_TEMPLATE = Path(__file__).with_name("page.html.jinja")
+_MOST_METRICS = 12
+_MOST_EVENTS = 300
+_MOST_TEXT = 2_000
+_MOST_SETTING = 300
+_FAILURES = (kinds.Failed, kinds.RankLost, kinds.LossNotFinite, kinds.ReplicasDiverged, kinds.StepSkipped)
+_RESTARTS = (kinds.Restarted, kinds.Resumed, kinds.MicrobatchHalved, kinds.NodesChanged, kinds.ReplicaHealed)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Section:
+    """Part of a page: a heading, a sentence and a chart."""
+
+    title: str
+    text: str
+    chart: str
+    """Name of the chart."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class _EventRow:
+    time: str
+    name: str
+    text: str
+
+
+def write_page(run: RunDir, findings: Sequence[Finding], path: Path) -> None:
+    """Write the page of a run; an existing file is replaced.
+
+    Args:
+        run: Run of a task or a script, also one that still goes on.
+        findings: Findings of its diagnosis, in the order in which they are shown.
+        path: Path of the file.
+
+    Raises:
+        EnvironmentLacks: Bokeh is not installed.
+        RunInvalid: The records cannot be read.
+        Misuse: The file cannot be written.
+    """
+    check_library()
+    text = page(run, findings)
+    with (
+        written_whole(path) as new,
+        open(new, "x", encoding="utf-8", errors="backslashreplace", opener=open_own) as file,
+    ):
+        file.write(text)
+
+
+def check_library() -> None:
+    """Refuse to draw without Bokeh.
+
+    Raises:
+        EnvironmentLacks: It is not installed.
+    """
+    try:
+        import bokeh  # noqa: F401
+    except ModuleNotFoundError:
+        raise EnvironmentLacks("bokeh is not installed, but draws the report: pip install 'dure[report]'") from None
+
+
+def page(run: RunDir, findings: Sequence[Finding]) -> str:
+    """Return the page of a run as HTML.
+
+    Raises:
+        RunInvalid: The records cannot be read.
+    """
+    from bokeh.embed import components
+    from bokeh.resources import Resources
+    from jinja2 import Environment, StrictUndefined
+
+    with os_errors_as_sentences(run.path, "read"), run.understood():
+        seen = overview(run)
+        events = list(run.events())
+        series = run_series(run)
+        differences = declared_differences(events)
+    charts: dict[str, figure] = {}
+    sections = [*_sections(series, events, charts)]
+    script, places = components(charts) if charts else ("", {})
+    environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
+    return environment.from_string(_TEMPLATE.read_text(encoding="utf-8")).render(
+        name=printable(run.name),
+        path=printable(str(run.path)),
+        written=time.strftime("%Y-%m-%d %H:%M:%S %Z"),
+        status=seen.status,
+        fault=printable(seen.fault or ""),
+        facts=[*_facts(run, seen, series, events)],
+        findings=[_cleaned(finding) for finding in findings],
+        sections=sections,
+        places=places,
+        part_rows=[*_part_rows(series)],
+        parts=[(PART_NAMES[part], COLORS[part]) for part in series.part_seconds],
+        event_rows=[*_event_rows(events[-_MOST_EVENTS:])],
+        num_events=len(events),
+        differences=[printable(text) for text in differences],
+        settings=[*_settings(run)],
+        num_left_out=series.num_left_out,
+        library=Resources(mode="inline", components=["bokeh"]).render() if charts else "",
+        script=script,
+    )
+
+
+def _facts(run: RunDir, seen: RunOverview, series: RunSeries, events: Sequence[Event]) -> Iterator[tuple[str, str]]:
+    """Yield the facts of a run, as pairs of name and value."""
+    if seen.task is not None:
+        yield ("script" if run.is_script else "task"), printable(seen.task)
+    start = next((event for event in reversed(events) if isinstance(event, kinds.Training)), None)
+    if seen.strategy is not None and not run.is_script:
+        yield "strategy", printable(seen.strategy)
+    if start is not None:
+        transport = f" through {printable(start.transport)}" if start.transport else ""
+        yield "devices", f"{start.num_devices} x {printable(start.device)}{transport}"
+        yield "epochs", f"{(series.samples_seen[-1] if series.steps.size else 0) / start.epoch_samples:.2f}"
+    elif seen.num_devices is not None:
+        yield "ranks", str(seen.num_devices)
+    if series.steps.size:
+        yield "steps", f"{int(series.steps[-1]):,}"
+        yield "samples", f"{int(series.samples_seen[-1]):,}"
+        if not np.isnan(series.samples_per_second).all():
+            yield "median samples/s", format_count(float(np.nanmedian(series.samples_per_second)))
+        yield "last training loss", f"{series.loss[-1]:.6g}"
+        if series.sent_bytes.size and series.sent_bytes.max() > 0:
+            yield "sent for a step", f"{format_bytes(float(series.sent_bytes.max()))} by a rank"
+    if seen.best is not None:
+        value = seen.best.get("value")
+        shown = f"{value:.6g}" if isinstance(value, float) else str(value)
+        yield f"best {printable(str(seen.best.get('metric')))}", printable(shown)
+    if series.times is not None:
+        yield "first to last step", format_seconds(series.times[1] - series.times[0])
+    restarts = sum(isinstance(event, kinds.Restarted) for event in events)
+    if restarts:
+        yield "restarts", str(restarts)
+
+
+def _sections(series: RunSeries, events: Sequence[Event], charts: dict[str, "figure"]) -> Iterator[Section]:
+    """Yield the sections with charts, and add their charts to `charts`."""
+
+    def section(title: str, text: str, chart: "figure") -> Section:
+        name = f"chart{len(charts)}"
+        charts[name] = chart
+        return Section(title=title, text=text, chart=name)
+
+    if series.steps.size:
+        most = -(-series.num_steps // series.steps.size)
+        points = "Each point is a step." if most == 1 else f"Each point is the mean of up to {most:,} steps."
+        yield section("Training loss", points, loss_chart(series))
+    evaluated = [event for event in effective_events(events) if isinstance(event, Evaluated)]
+    names = [*dict.fromkeys(name for event in evaluated for name in event.metrics)]
+    for name in names[:_MOST_METRICS]:
+        of_name = [(event, event.metrics[name].value) for event in evaluated if name in event.metrics]
+        seen = [event.samples_seen for event, _ in of_name]
+        count = f"{len(of_name)} evaluation{'' if len(of_name) == 1 else 's'}; the last one: {of_name[-1][1]:.6g}."
+        yield section(f"Evaluation: {printable(name)}", count, metric_chart(seen, [value for _, value in of_name]))
+    if series.steps.size:
+        yield section("Throughput", "Without evaluations and checkpoints.", throughput_chart(series))
+        yield section("A mean step", "What each rank spends it on.", parts_chart(series))
+    if len(series.ranks) > 1:
+        yield section(
+            "Lateness",
+            "How much longer a rank computes and waits for data, in a step, than the one that needs least: the others "
+            "wait for it.",
+            lateness_chart(series),
+        )
+    if events:
+        begin = events[0].time
+        shown = [TimelineEvent(seconds=event.time - begin, kind=_kind(event)) for event in events]
+        yield section("Events", "", timeline_chart(shown))
+
+
+def _part_rows(series: RunSeries) -> Iterator[tuple[int, list[str]]]:
+    """Yield each rank with the milliseconds of each part."""
+    for row, rank in enumerate(series.ranks):
+        yield rank, [f"{1e3 * seconds[row]:.3f}" for seconds in series.part_seconds.values()]
+
+
+def _kind(event: Event) -> str:
+    if isinstance(event, CheckpointSaved):
+        return "checkpoint"
+    if isinstance(event, Evaluated):
+        return "evaluation"
+    if isinstance(event, kinds.Hang):
+        return "hang"
+    if isinstance(event, _FAILURES):
+        return "failure"
+    return "restart" if isinstance(event, _RESTARTS) else "other"
+
+
+def _event_rows(events: Sequence[Event]) -> Iterator[_EventRow]:
+    for event in events:
+        name, fields = type(event).__name__, asdict(event)
+        if isinstance(event, UnknownEvent):
+            name, fields = event.name, dict(event.fields)
+        texts = [f"{key}={value}" for key, value in fields.items() if key != "time" and value not in (None, (), {}, [])]
+        yield _EventRow(
+            time=_shown_time(event.time),
+            name=_limited(name, _MOST_SETTING),
+            text=_limited(", ".join(texts), _MOST_TEXT),
+        )
+
+
+def _shown_time(seconds: float) -> str:
+    try:
+        return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(seconds))
+    except (ValueError, OverflowError, OSError):
+        return "?"
+
+
+def _limited(text: str, most: int) -> str:
+    return printable(text if len(text) <= most else f"{text[:most]}…")
+
+
+def _cleaned(finding: Finding) -> dict[str, Any]:
+    """Return a finding with its text without control characters."""
+    gain = finding.gain_fraction
+    return {
+        "severity": finding.severity,
+        "what": printable(finding.what),
+        "evidence": [printable(line) for line in finding.evidence],
+        "files": printable(few(finding.files, 8)),
+        "cause": printable(finding.cause or ""),
+        "remedy": printable(finding.remedy or ""),
+        "gain": None if gain is None or not math.isfinite(gain) else f"{gain:.0%}",
+    }
+
+
+def _settings(run: RunDir) -> Iterator[tuple[str, str]]:
+    """Yield the settings of a run of a task by their names in a file of settings."""
+    if run.is_script:
+        return
+    try:
+        spec = run.read_spec().model_dump(mode="json")
+    except DureError:
+        return
+    for name, value in _flat(spec):
+        yield printable(name), _limited(str(value), _MOST_SETTING)
+
+
+def _flat(found: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for name, value in found.items():
+        if isinstance(value, dict) and value:
+            yield from _flat(value, f"{prefix}{name}.")
+        elif value not in (None, {}, []):
+            yield f"{prefix}{name}", value

@@ -43,7 +43,7 @@ CLUSTER_VENV ?= .venv-cluster
 CLUSTER_PACKAGES := slurmctld slurmd slurm-client munge openmpi-bin
 CLUSTER_PROGRAMS := munged slurmctld slurmd srun mpirun
 
-.PHONY: help demo test check format lint types floors slow faults hosts zoo simulated cluster gpu-wheels gpu-check bench soak campaign clean
+.PHONY: help demo test check format lint types floors slow faults hosts zoo simulated browser cluster gpu-wheels gpu-check bench soak campaign clean
 .DELETE_ON_ERROR:
 
 help: ## show these targets

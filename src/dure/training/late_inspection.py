@@ -17,6 +17,7 @@ from dure.strategies.state.objects.object_state import ObjectState
 from dure.strategies.state.trial import KeptBuffers
 from dure.training.inspection.additivity import tolerance_of
 from dure.training.inspection.loss_inspection import LossInspection
+from dure.training.objects.counted_state import CountedState, differing
 from dure.training.rehearsal import few_losses
 from dure.training.session.session import Session
 from dure.training.session.task_inspection import TaskInspection
@@ -44,6 +45,7 @@ class LateInspection:
         """Statistics of BatchNorm layers, if they were seen to stay as they are."""
         self._declared = set(strategy.not_preserved())
         """Declarations of this run so far."""
+        self._counted = CountedState(strategy)
         self._num_calls = 0
         self._looked_at = time.monotonic()
         self._place = 0
@@ -53,6 +55,10 @@ class LateInspection:
     def declared(self) -> list[str]:
         """Declarations of this run so far."""
         return sorted({*self._declared, *self._session.notes})
+
+    def note_step(self) -> None:
+        """Record, after the calls of a step, what ranks compare before the next checkpoint."""
+        self._counted.note_step()
 
     def declare(self, texts: Sequence[str]) -> None:
         """Take declarations as known, so that they are not new when other ranks have them too."""
@@ -93,11 +99,14 @@ class LateInspection:
         texts += strategy.not_preserved()
         # another rank may have another part of the model, or have used other samples
         own = [text for text in dict.fromkeys(texts) if text not in self._declared]
-        by_rank = strategy.group.all_gather_json([own, traits.not_additive])
+        by_rank = strategy.group.all_gather_json([own, traits.not_additive, self._counted.digests()])
         # ranks that evaluate together must agree on whether there is anything left to compare
-        figures_of_any = next((figures for _, figures in by_rank if figures is not None), None)
+        figures_of_any = next((figures for _, figures, _ in by_rank if figures is not None), None)
         strategy.traits = replace(traits, not_additive=figures_of_any)
-        texts_of_all = dict.fromkeys(itertools.chain(*(texts for texts, _ in by_rank)))
+        texts_of_all = dict.fromkeys(itertools.chain(*(texts for texts, _, _ in by_rank)))
+        if paths := differing([digests for _, _, digests in by_rank]):
+            strategy.traits = strategy.traits.learning(paths)
+            texts_of_all |= dict.fromkeys(strategy.not_preserved())
         new = [text for text in texts_of_all if text not in self._declared]
         self._declared.update(new)
         return new

@@ -175,6 +175,7 @@ class Trainer:
 
     def _before_change(self) -> float:
         """Finish pending reads of the weights before the optimiser changes them; return the seconds waited."""
+        self.late.note_step()
         self.changes.before_step()
         if self.changes.has_step_hooks:
             self.replicas.note_settings()

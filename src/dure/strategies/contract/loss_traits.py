@@ -1,6 +1,6 @@
 """Traits of a task's loss that decide whether dividing a batch changes the result."""
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
@@ -137,7 +137,7 @@ class LossTraits:
         for name in (field.name for field in fields(self)):
             own, other = getattr(self, name), getattr(others, name)
             found[name] = tuple(dict.fromkeys((*own, *other))) if isinstance(own, tuple) else own or other
-        for learned, counted in (("learned_buffers", "counted_buffers"), ("learned_state", "counted_state")):
+        for learned, counted in _LEARNED_OR_COUNTED:
             found[counted] = tuple(name for name in found[counted] if name not in found[learned])
         changing = {name for each in (self, others) for name in each.counted_state if name not in each.cached_state}
         found["cached_state"] = tuple(
@@ -146,7 +146,22 @@ class LossTraits:
         # these describe the loss as it was first called
         return replace(self, **{name: value for name, value in found.items() if name not in _OF_FIRST_CALL})
 
+    def learning(self, paths: Collection[str]) -> "LossTraits":
+        """Return these traits with state and buffers that seemed counted as learned from samples.
 
+        Args:
+            paths: Paths and names among `counted_state` and `counted_buffers`.
+        """
+        found: dict[str, Any] = {}
+        for learned, counted in _LEARNED_OR_COUNTED:
+            own = getattr(self, counted)
+            moved = [path for path in own if path in paths]
+            found[learned] = tuple(dict.fromkeys((*getattr(self, learned), *moved)))
+            found[counted] = tuple(path for path in own if path not in paths)
+        return replace(self, **found)
+
+
+_LEARNED_OR_COUNTED = (("learned_buffers", "counted_buffers"), ("learned_state", "counted_state"))
 _OF_FIRST_CALL = ("reason_unknown", "has_failed", "needs_optimizer", "is_evaluable")
 
 NOTHING_SEEN = LossTraits()

@@ -249,7 +249,9 @@ class Additivity:
         started = time.monotonic()
         if figures := self.late_gradients(begin, num_samples):
             return figures, begin
-        return self.difference_of_many(begin, num_samples, 0.0, started)
+        figures, end = self.difference_of_many(begin, num_samples, 0.0, started)
+        # if there was no time for more, the next comparison goes on after these, and not with them again
+        return figures, max(end, min(begin + NUM_SAMPLES, num_samples))
 
     def late_gradients(self, begin: int, num_samples: int) -> str | None:
         """Return the figures of a loss whose gradients, or values, do not add up over parts of a few samples, or None.

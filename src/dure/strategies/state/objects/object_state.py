@@ -13,7 +13,7 @@ import types
 import weakref
 from array import array
 from collections import deque
-from collections.abc import Callable, Collection, Iterator, Mapping, MutableMapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, MutableMapping
 from contextvars import ContextVar
 from itertools import islice
 from queue import Queue
@@ -176,6 +176,22 @@ class ObjectState:
             if not place.is_generator and not place.is_derived and place.has_changed():
                 found |= {place.path: place.value()} if place.names is None else place.value()
         return found
+
+    def readers(self, paths: Iterable[str]) -> dict[str, Callable[[], Any]]:
+        """Return functions that return the current content of state, by its path, to compare it between processes.
+
+        Args:
+            paths: Paths of attributes, which need not be set yet, and of other places; unknown ones are left out.
+        """
+        places = {place.path: place.value for place in self._places if place.names is None}
+
+        def reader(path: str) -> Callable[[], Any] | None:
+            owner, _, name = path.rpartition(".")
+            if owner in self.owners and name.isidentifier():
+                return lambda: comparable(vars(self.owners[owner]).get(name))
+            return places.get(path)
+
+        return {path: found for path in paths if (found := reader(path)) is not None}
 
     def take_changed(self, *, is_thorough: bool = False) -> set[Holder]:
         """Return the holders of changed state, including generators.

@@ -146,6 +146,13 @@ class LossTraits:
         # these describe the loss as it was first called
         return replace(self, **{name: value for name, value in found.items() if name not in _OF_FIRST_CALL})
 
+    @property
+    def supposed_buffers(self) -> tuple[str, ...]:
+        """Buffers among `counted_buffers` for which other samples might show a difference, without counters of calls of
+        BatchNorm.
+        """
+        return tuple(name for name in self.counted_buffers if not name.endswith("num_batches_tracked"))
+
     def learning(self, paths: Collection[str]) -> "LossTraits":
         """Return these traits with state and buffers that seemed counted as learned from samples.
 

@@ -55,7 +55,12 @@ class DataParallel(DeviceReplicas):
     def distribute(self) -> None:
         """Start the threads, and intercept the calls of the model by the task's loss."""
         super().distribute()
-        self._calls = DividedCalls(self.model, self.devices, self._threads)
+        self._calls = DividedCalls(self.model, self.devices, self._threads, self.traits.supposed_buffers)
+
+    def not_preserved(self) -> list[str]:
+        """Return the declarations, with those of buffers that devices have set to different values."""
+        self.traits = self.traits.learning(self._calls.strayed())
+        return super().not_preserved()
 
     def forward_backward(self, microbatches: Iterable[Microbatch], *, global_samples: int, requests: Requests) -> None:
         """Accumulate the gradients of all microbatches on device 0."""

@@ -1,7 +1,7 @@
 """Calls of a model divided over the devices of one process, with the result of one device."""
 
 import threading
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -26,14 +26,20 @@ from dure.torchcompat.modes import is_transforming
 class DividedCalls:
     """Interceptor of a model's `forward` while a loss is computed."""
 
-    def __init__(self, model: nn.Module, devices: Sequence[torch.device], threads: DeviceThreads) -> None:
+    def __init__(
+        self, model: nn.Module, devices: Sequence[torch.device], threads: DeviceThreads, counted: Collection[str] = ()
+    ) -> None:
         """Replace the model's `forward`.
 
         Args:
             model: Model on the first device.
             devices: At least two.
             threads: One for each device.
+            counted: Buffers of the model that every call changes in the same way, as far as it is known.
         """
+        self._counted = {name: buffer for name, buffer in model.named_buffers() if name in counted}
+        self._strayed: dict[str, Tensor] = {}
+        """Whether a device has ever set a counted buffer to another value than the first, `()` bool, on that device."""
         self._model = model
         self._devices = devices
         self._threads = threads
@@ -82,8 +88,21 @@ class DividedCalls:
                 f"{change}, which under dp each device would do: let the model return the value, or use ddp"
             )
         check_parameters(replicas)
+        self._compare_counted(replicas)
         self._join_attributes(attributes, attributes.changes([None, *replicas]), counts, verdict)
         return self._gathering(counts, verdict.output).of(outputs)
+
+    def strayed(self) -> list[str]:
+        """Return the counted buffers that devices have set to different values; this waits for the device."""
+        return [name for name, has_strayed in self._strayed.items() if has_strayed]
+
+    def _compare_counted(self, replicas: Sequence[Replica]) -> None:
+        for name, own in self._counted.items():
+            for replica in replicas:
+                other = replica.counterpart_of(own).to(own.device)
+                has_strayed = (own != other).logical_and((own == own).logical_or(other == other)).any()
+                before = self._strayed.get(name)
+                self._strayed[name] = has_strayed if before is None else before.logical_or(has_strayed)
 
     def _part(self, forward: Callable[..., Any], part: Call, device: torch.device) -> Callable[[], Any]:
         def run() -> Any:

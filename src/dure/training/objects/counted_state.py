@@ -17,8 +17,6 @@ from dure.strategies.state.objects.object_state import ObjectState
 
 _MOST_ITEMS = 16
 """Maximum items of a container that is read after every step; others are read only before ranks compare."""
-_COUNTER = "num_batches_tracked"
-"""Name of the buffer in which BatchNorm counts calls, which has nothing of the samples."""
 
 
 class CountedState:
@@ -38,7 +36,7 @@ class CountedState:
         self._readers: Mapping[str, Callable[[], Any]] = {} if state is None else state.readers(paths)
         self._each_step = [path for path in self._readers if state is not None and _is_small(state.first.get(path))]
         self._digests = dict.fromkeys(self._readers, 0)
-        names = {name for name in traits.counted_buffers if not name.endswith(_COUNTER)} if is_compared else ()
+        names = traits.supposed_buffers if is_compared else ()
         self._buffers = [(name, buffer) for name, buffer in strategy.model.named_buffers() if name in names]
         self._sums = [torch.zeros((), dtype=torch.float64, device=buffer.device) for _, buffer in self._buffers]
 

@@ -1,0 +1,101 @@
+"""State that moves alike on all samples that were tried, and on others does not: ranks and devices notice."""
+
+import json
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import dure
+from dure.training.objects.counted_state import differing
+from tests.conformance.cases import largest_difference, train_case, weights_of
+
+STEPS = {"global_batch_size": 8, "epochs": 2, "seed": 3, "eval_every_epochs": 1.0}
+
+
+class Controlled(dure.Task):
+    """A loss with a coefficient that is raised or lowered by what the last batch gave, as an adaptive KL penalty's."""
+
+    kind: str = "attribute"
+
+    def build_model(self):
+        self.beta, self.calls = 1.0, 0
+        torch.manual_seed(1)
+        return Net(in_buffer=self.kind == "buffer").double()
+
+    def build_optimizer(self, model):
+        return torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def train_data(self):
+        generator = torch.Generator().manual_seed(0)
+        x = torch.randn(48, 4, generator=generator, dtype=torch.float64)
+        # the first samples, on which a loss is tried, all move the coefficient the same way
+        x[:36] *= 0.05
+        return torch.utils.data.TensorDataset(x, (x[:, 0] > 0).double())
+
+    def loss(self, model, batch):
+        x, y = batch
+        out, coefficient = model(x)
+        loss = F.binary_cross_entropy_with_logits(out, y)
+        if self.kind == "counter":
+            self.calls += 1
+            return loss * 0.99**self.calls
+        if self.kind == "tuple":
+            self.beta = (moved(self.beta[0] if isinstance(self.beta, tuple) else 1.0, x), 0)
+            return loss + self.beta[0] * out.pow(2).mean()
+        if self.kind == "attribute":
+            self.beta = moved(self.beta, x)
+            coefficient = self.beta
+        return loss + coefficient * out.pow(2).mean()
+
+
+def moved(beta, x):
+    return beta * 1.1 if x.detach().pow(2).mean().item() > 0.8 else beta / 1.1
+
+
+class Net(nn.Module):
+    def __init__(self, in_buffer):
+        super().__init__()
+        self.linear = nn.Linear(4, 1)
+        self.register_buffer("beta", torch.ones(()) if in_buffer else None)
+
+    def forward(self, x):
+        if self.beta is None:
+            return self.linear(x)[:, 0], 0.0
+        beta = self.beta.clone()
+        if self.training:
+            self.beta.copy_(moved(self.beta.item(), x))
+        return self.linear(x)[:, 0], beta
+
+
+def declared(run):
+    return json.loads((run / "summary.json").read_text())["not_preserved"]
+
+
+@pytest.mark.parametrize(
+    ("kind", "strategy", "what"),
+    [
+        ("attribute", "ddp", "state that the loss keeps (task.beta"),
+        ("tuple", "zero1", "state that the loss keeps (task.beta"),
+        ("buffer", "ddp", "buffers learned in forward (beta)"),
+        ("buffer", "fsdp", "buffers learned in forward (beta)"),
+        ("buffer", "dp", "buffers learned in forward (beta)"),
+    ],
+)
+def test_run_when_ranks_move_a_coefficient_differently_then_that_is_declared(kind, strategy, what, trained, tmp_path):
+    one = weights_of(trained(Controlled(kind=kind), **STEPS))
+    run = train_case(tmp_path, Controlled(kind=kind), strategy, 2, **STEPS)
+    assert largest_difference(weights_of(run), one) > 1e-9
+    assert any(what in text for text in declared(run))
+
+
+def test_run_when_state_counts_calls_then_nothing_is_declared(trained, tmp_path):
+    one = weights_of(trained(Controlled(kind="counter"), **STEPS))
+    run = train_case(tmp_path, Controlled(kind="counter"), "ddp", 2, **STEPS)
+    assert largest_difference(weights_of(run), one) < 1e-12
+    assert declared(run) == []
+
+
+def test_paths_differ_if_any_two_ranks_that_have_them_differ():
+    assert differing([{"a": "1", "b": "1"}, {"a": "1", "b": "2", "c": "1"}, {}]) == ["b"]

@@ -98,6 +98,8 @@ class FlatGradients:
         view = self.views[position]
 
         def keep(parameter: nn.Parameter) -> None:
+            if not parameter.requires_grad:  # frozen since its forward: autograd adds nothing to its gradient
+                return
             reached.append(parameter)
             if parameter.grad is not view:
                 assert parameter.grad is not None

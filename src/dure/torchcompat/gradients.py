@@ -5,7 +5,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 
 def gradient_hooks_of(tensor: Tensor) -> list[Any]:
@@ -145,3 +145,17 @@ def modes_in_backward(is_handled: Callable[[Iterable[Any]], bool] = lambda tenso
         yield
     finally:
         torch.autograd.has_torch_function = own
+
+
+def clip_to_norm(parameters: Sequence[nn.Parameter], most: float, square: Tensor) -> None:
+    """Scale gradients down as `clip_grad_norm_` does, by a norm that was computed elsewhere.
+
+    Args:
+        parameters: Parameters with the gradients, or without.
+        most: Norm above which gradients are scaled down.
+        square: Square of the norm, a real scalar.
+    """
+    first = next((parameter.grad for parameter in parameters if parameter.grad is not None), None)
+    if first is not None:
+        norm = square.sqrt().to(device=first.device, dtype=first.dtype.to_real())
+        nn.utils.clip_grads_with_norm_(parameters, most, norm)

@@ -27,6 +27,8 @@ _ALWAYS = 3
 two."""
 _PAUSE_SECONDS = 30.0
 """Seconds after which losses are compared before any checkpoint, if rank 0 does so alone."""
+_TIME_FRACTION = 0.01
+"""Fraction of the time since the last comparison that the next one may take, however slow a loss is."""
 
 
 class LateInspection:
@@ -141,11 +143,12 @@ class LateInspection:
             return self._difference_in_evaluation()
         if strategy.group.rank:
             return None
-        self._looked_at = time.monotonic()
+        now = time.monotonic()
+        most_seconds, self._looked_at = _TIME_FRACTION * (now - self._looked_at), now
         inspection = self._inspection()
         num_samples = session.order.num_samples
         # other samples each time, to find rare cases
-        figures, self._place = inspection.late_difference(self._place, num_samples)
+        figures, self._place = inspection.late_difference(self._place, num_samples, most_seconds)
         if self._place >= num_samples - 1:
             self._place = 0
         return figures

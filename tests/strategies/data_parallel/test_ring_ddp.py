@@ -55,6 +55,17 @@ def test_gradients_when_kept_then_backward_begins_over_what_lay_in_the_buffer_an
     assert len(reached) == 2 * len(parameters)
 
 
+def test_gradient_when_its_parameter_was_frozen_since_its_forward_then_is_not_kept():
+    parameter = nn.Parameter(torch.ones(3))
+    reached: list[nn.Parameter] = []
+    gradients = FlatGradients([parameter], bucket_elements=1, tail_elements=1)
+    parameter.register_post_accumulate_grad_hook(gradients.keeper(0, reached))
+    loss = (2 * parameter).sum()
+    parameter.requires_grad_(False)
+    loss.backward()
+    assert (parameter.grad, reached) == (None, [])
+
+
 def test_gradients_when_of_several_dtypes_then_the_tail_is_in_full_precision_and_last():
     parameters = [nn.Parameter(torch.ones(2, dtype=dtype)) for dtype in (torch.bfloat16, torch.float32, torch.bfloat16)]
     flat = FlatGradients(parameters, bucket_elements=100, tail_elements=3)

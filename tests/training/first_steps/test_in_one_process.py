@@ -2,6 +2,7 @@
 
 import itertools
 import time
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from dure.records.events import FirstStepsCompared, NotPreserved
 from dure.records.run_dir import RunDir
 from dure.strategies.contract.strategy import Strategy
 from dure.training.first_steps import in_one_process
+from dure.training.session.sample_order import SampleOrder
 from tests.conformance.cases import TO_ROUNDING, largest_difference, train_case, weights_of
 from tests.conformance.tasks import Regression
 from tests.conformance.zoo.feature import ZooTask
@@ -207,8 +209,17 @@ class StepsSlowly(ZooTask):
 
 def test_steps_that_take_longer_than_estimated_then_they_are_not_all_taken(tmp_path, monkeypatch):
     monkeypatch.setattr(in_one_process, "_MOST_SECONDS", 0.3)
-    monkeypatch.setattr(in_one_process._Steps, "estimated_seconds", lambda self: 0.0)
+    monkeypatch.setattr(in_one_process._Steps, "seconds_of_sample", lambda self: 0.0)
     assert not events_of(train_case(tmp_path, StepsSlowly(), "ddp", 2, **STEPS), FirstStepsCompared)
+
+
+@pytest.mark.parametrize(("seconds", "epochs", "expected"), [(0.01, 1, 1.5), (0.1, 250, 5.5), (10.0, 250, 30.0)])
+def test_steps_of_a_long_training_then_they_may_take_longer(seconds, epochs, expected, monkeypatch):
+    monkeypatch.setattr(in_one_process, "_MOST_SECONDS", 1.5)
+    spec = SimpleNamespace(epochs=epochs, samples=None)
+    strategy = SimpleNamespace(group=SimpleNamespace(world_size=2), devices=[0], spec=spec)
+    order = SampleOrder(44, 11, seed=0)
+    assert in_one_process._most_seconds(strategy, order, seconds) == pytest.approx(expected)
 
 
 def test_model_that_takes_much_memory_then_none_is_taken(tmp_path, monkeypatch):

@@ -719,6 +719,14 @@ def test_late_comparison_with_one_sample_per_call_takes_two_which_alone_can_be_p
     assert place == 152
 
 
+def test_late_comparison_of_a_slow_loss_goes_on_with_other_samples_and_with_more_time_to_more_of_them(monkeypatch):
+    monkeypatch.setattr(additivity, "_WIDE_SECONDS", 1e-5)
+    x = torch.ones(300, 4, dtype=torch.float64)
+    inspection = inspection_of(weighted_mean, nn.Linear(4, 2).double(), lambda places: x[list(places)], most_at_once=8)
+    assert [inspection.late_difference(place, 300)[1] for place in (0, 8, 296)] == [8, 16, 300]
+    assert inspection.late_difference(0, 300, most_seconds=60.0)[1] == 300
+
+
 def surrogate(output):
     """Return the mean square, with a gradient that is divided by its norm over the batch."""
     gradient = output.detach() / (1e-9 + output.detach().norm())

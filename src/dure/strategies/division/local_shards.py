@@ -33,6 +33,7 @@ from dure.strategies.division.step_hooks import fault_of_hooks, refuse_later_hoo
 from dure.strategies.state.optimizer import optimizer_to_names
 from dure.strategies.state.saved_state import StateSource, StrategyState
 from dure.terminal import few
+from dure.torchcompat.gradients import clip_to_norm
 from dure.torchcompat.optimizers import found_overflows
 from dure.torchcompat.tensors import divided_like, own_attributes
 
@@ -272,9 +273,7 @@ class ShardedStrategy(Strategy):
         Communication: for each of `shard_groups` one blocking all_reduce of a number for each way of division.
         """
         square = self.shards.square_of_norm(parameters, self.shard_groups, dtype=self.sums.dtype, device=self.device)
-        first = next((parameter.grad for parameter in parameters if parameter.grad is not None), None)
-        if first is not None:
-            nn.utils.clip_grads_with_norm_(parameters, most, square.sqrt().to(first))
+        clip_to_norm(parameters, most, square)
 
     def replica(self) -> ReplicaState:
         """Return this rank's shards; ranks at the same position in their `shard_groups` hold the same."""

@@ -8,6 +8,7 @@ from torch.optim import Optimizer
 
 from dure.comm.groups import Group
 from dure.strategies.contract.precision import Precision
+from dure.torchcompat.gradients import clip_to_norm
 from dure.torchcompat.optimizers import found_overflows
 
 
@@ -33,9 +34,7 @@ def clip_by_common_norm(group: Group, parameters: Sequence[nn.Parameter], most: 
         square: Square of the norm of this rank's gradients, a scalar; it becomes that of all.
     """
     group.all_reduce_sum(square)
-    first = next((parameter.grad for parameter in parameters if parameter.grad is not None), None)
-    if first is not None:
-        nn.utils.clip_grads_with_norm_(parameters, most, square.sqrt().to(first))
+    clip_to_norm(parameters, most, square)
 
 
 def square_of_norm(parameters: Sequence[nn.Parameter], *, dtype: torch.dtype, device: torch.device) -> Tensor:

@@ -10,7 +10,7 @@ import math
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
@@ -54,8 +54,10 @@ from dure.training.session.session import Session
 from dure.training.session.task_products import checked_optimizer
 from dure.training.task.task import Task
 
-_MOST_SECONDS = 1.5
-"""Seconds of the steps in one process, estimated or passed, after which nothing is compared."""
+_MOST_SECONDS, _MOST_FRACTION, _MOST_SECONDS_EVER = 1.5, 0.01, 30.0
+"""Seconds of the steps in one process, estimated or passed, after which nothing is compared: as many always, or up to
+that fraction of the estimated time of training, but never more than the last number.
+"""
 _TRIED_SAMPLES = 8
 """Samples of the call by which the time of a step is estimated."""
 _COPIES = 8
@@ -86,12 +88,15 @@ class OneProcessSteps:
         """
         if strategy.group.rank or not _is_comparable(strategy, model):
             return
-        deadline, objects = time.monotonic() + _MOST_SECONDS, dict(strategy.objects)
-        steps = _Steps(strategy, task, model, loader.without_workers(), order, deadline, objects)
+        started, objects = time.monotonic(), dict(strategy.objects)
+        steps = _Steps(strategy, task, model, loader.without_workers(), order, math.inf, objects)
         try:
             move_module(model, strategy.device)
             with sharing_state():
-                if steps.estimated_seconds() <= _MOST_SECONDS:
+                seconds_each = steps.seconds_of_sample()
+                most_seconds = _most_seconds(strategy, order, seconds_each)
+                steps = replace(steps, deadline=started + most_seconds)
+                if 2 * NUM_STEPS * seconds_each * strategy.spec.global_batch_size <= most_seconds:
                     names = [name for name, _ in model.named_parameters(remove_duplicate=False)]
                     recording = Recording(parameters=names)
                     steps.record(recording, order)
@@ -151,6 +156,13 @@ def _is_comparable(strategy: Strategy, model: nn.Module) -> bool:
     return _COPIES * num_bytes <= min(free)
 
 
+def _most_seconds(strategy: Strategy, order: SampleOrder, seconds_of_sample: float) -> float:
+    """Return the seconds that the steps may take, in which the other ranks wait."""
+    num_devices = strategy.group.world_size * len(strategy.devices)
+    training_seconds = seconds_of_sample * total_samples(strategy.spec, order) / num_devices
+    return min(max(_MOST_SECONDS, _MOST_FRACTION * training_seconds), _MOST_SECONDS_EVER)
+
+
 class _Reversed(SampleOrder):
     """Order with the samples of every batch reversed, so that sums over samples round differently."""
 
@@ -180,9 +192,8 @@ class _Steps:
     objects: dict[str, object]
     """Objects in which task, model, optimiser and schedule may keep state, by name."""
 
-    def estimated_seconds(self) -> float:
-        """Return the estimated time of all steps, from a call of the loss on a few samples; infinite if they cannot be
-        undone."""
+    def seconds_of_sample(self) -> float:
+        """Return the time per sample of a call of the loss on a few of them; infinite if it cannot be undone."""
         few_samples = self.order.permutation(0)[:_TRIED_SAMPLES]
         started = time.monotonic()
         with self._undone():  # the code of its optimiser is not known before it is built
@@ -198,7 +209,7 @@ class _Steps:
             total: Any = result.total if isinstance(result, Sum) else result
             total.backward()
             seconds = time.monotonic() - started
-        return 2 * NUM_STEPS * seconds * math.ceil(self.strategy.spec.global_batch_size / len(few_samples))
+        return seconds / len(few_samples)
 
     def record(self, recording: Recording, order: SampleOrder, *, is_disturbed: bool = False) -> None:
         """Take the steps, and record the tensors of model and optimiser at first and after each step.

@@ -192,7 +192,7 @@ class Additivity:
         return True
 
     def difference_of_many(
-        self, begin: int, end: int, seconds_each: float, started: float | None = None
+        self, begin: int, end: int, seconds_each: float, started: float | None = None, most_seconds: float = 0.0
     ) -> tuple[str | None, int]:
         """Compare the loss of more samples with those of their parts, without gradients, while time remains.
 
@@ -201,6 +201,7 @@ class Additivity:
             end: Place after the last sample.
             seconds_each: Maximum seconds per sample.
             started: Time from which the seconds are counted; None for now.
+            most_seconds: Seconds that it may take in any case.
 
         Returns:
             The same as `late_difference`.
@@ -211,17 +212,21 @@ class Additivity:
         if not self.is_divided or size < 2 or self.has_random_batches():
             return None, begin
         try:
-            return self._in_full_precision(lambda exact: exact._difference_of_many(range(begin, end), size, started))
+            return self._in_full_precision(
+                lambda exact: exact._difference_of_many(range(begin, end), size, started, most_seconds)
+            )
         except Exception:
             return None, min(begin + size, end)  # training will raise it, or there is not enough memory
 
-    def _difference_of_many(self, available: range, size: int, started: float) -> tuple[str | None, int]:
+    def _difference_of_many(
+        self, available: range, size: int, started: float, least_seconds: float
+    ) -> tuple[str | None, int]:
         at, doubtful = available.start, range(0)
         with aside(), self.calls.trial_of_values():
             self.calls.set_modes(as_in_training=False)
             while at < available.stop - 1 and not doubtful:
                 most_seconds = _WIDE_SECONDS if at < available.start + WIDE_SAMPLES else _LATE_SECONDS
-                if time.monotonic() - started > most_seconds:
+                if time.monotonic() - started > max(most_seconds, least_seconds):
                     break
                 places = range(at, min(at + size, available.stop))
                 at = places.stop
@@ -236,12 +241,13 @@ class Additivity:
             return self._difference(whole, parts), at
         return None, at
 
-    def late_difference(self, begin: int, num_samples: int) -> tuple[str | None, int]:
+    def late_difference(self, begin: int, num_samples: int, most_seconds: float = 0.0) -> tuple[str | None, int]:
         """Compare the losses of samples with those of their parts, and gradients of the first of them, during the run.
 
         Args:
             begin: Place of the first sample.
             num_samples: Number of available samples.
+            most_seconds: Seconds that it may take in any case; about a second if that is more.
 
         Returns:
             Figures of a difference, or None, and the place after the last sample inspected.
@@ -249,7 +255,7 @@ class Additivity:
         started = time.monotonic()
         if figures := self.late_gradients(begin, num_samples):
             return figures, begin
-        figures, end = self.difference_of_many(begin, num_samples, 0.0, started)
+        figures, end = self.difference_of_many(begin, num_samples, 0.0, started, most_seconds)
         # if there was no time for more, the next comparison goes on after these, and not with them again
         return figures, max(end, min(begin + NUM_SAMPLES, num_samples))
 

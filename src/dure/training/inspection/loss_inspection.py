@@ -285,13 +285,13 @@ class LossInspection:
         except (Exception, CollectiveCalled):
             return None  # more samples at once may need more memory than there is
 
-    def late_difference(self, begin: int, num_samples: int) -> tuple[str | None, int]:
+    def late_difference(self, begin: int, num_samples: int, most_seconds: float = 0.0) -> tuple[str | None, int]:
         """Compare the losses of samples with those of their parts during the run, as `Additivity.late_difference`."""
         if self._opaque():  # it may be of a later time than the inspection before training
             return None, num_samples
         try:
             with self._without_collectives(), sharing_state():
-                figures, end = self._additivity.late_difference(begin, num_samples)
+                figures, end = self._additivity.late_difference(begin, num_samples, most_seconds)
                 return figures or self._whole_batch.difference(num_samples, is_training=True), end
         except CollectiveCalled:
             return None, num_samples  # the other ranks make that call in their steps

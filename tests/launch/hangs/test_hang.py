@@ -59,6 +59,7 @@ def test_rank_when_elsewhere_then_is_blamed_with_both_lines():
         ({"busy_fraction": 1.0}, "computes", False),
         ({"busy_fraction": 1.0, "collectives": None}, "holds Python's lock", False),
         ({"collectives": None, "main": (), "has_closed_socket": True}, "waits, and has closed the socket", False),
+        ({"blocked_fraction": 1.0, "collectives": None}, "waits in the kernel, mostly for a disk", False),
         ({"is_stopped": True}, "`kill -CONT 101` lets it go on", True),
         ({"exit_code": 0}, "has left with exit code 0", True),
         ({"exit_code": -9}, "has left with SIGKILL", True),

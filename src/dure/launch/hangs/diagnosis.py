@@ -104,10 +104,10 @@ def verdict_from_json(data: Mapping[str, Any]) -> HangVerdict:
 
 def print_and_save_hang(run: RunDir | None, verdict: HangVerdict) -> None:
     """Print the verdict, and save it if this launcher writes the run's folder."""
+    print_status(verdict.text)  # first: the disk may be what hangs
     with suppress(DureError):
         if run is not None:
             run.note_hang(verdict.to_json())
-    print_status(verdict.text)
 
 
 def explain(states: Sequence[RankState], silent_seconds: float) -> HangVerdict:
@@ -178,6 +178,8 @@ def _doing(state: RankState) -> str:
     if state.phase == "leaving":
         how = "has come to its end" if state.failure is None else f"has failed ({state.failure})"
         return f"{how} and {'waits for its threads to end' if _waits_for_threads(state) else 'is leaving'}"
+    if state.blocked_fraction >= BUSY_FRACTION:
+        return "waits in the kernel, mostly for a disk or a network file system"
     if state.has_closed_socket:
         return f"{'computes' if busy else 'waits'}, and has closed the socket on which it could be asked where"
     if state.collectives is None and busy:

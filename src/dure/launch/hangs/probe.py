@@ -5,6 +5,7 @@ import os
 import re
 import sys
 import time
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import Any
@@ -32,13 +33,15 @@ def examine(workers: Sequence[Worker], heartbeats: Heartbeats) -> list[RankState
     """Probe all ranks at the same time, in at most about three seconds, whatever they are doing."""
     alive = [worker for worker in workers if worker.end is None]
     began = time.monotonic()
-    busy = _busy_fractions(alive)  # before the requests: a rank waits for its own observer, which needs the GIL
+    # before the requests: a rank waits for its own observer, which needs the GIL
+    fractions = _fractions(alive)
     answers = _answers(alive)
     mute = [worker for worker in alive if worker.rank not in answers and not is_stopped(worker.pid)]
     stacks = _written_stacks(mute)
     states = []
     for worker in workers:
         beat = heartbeats.last(worker.rank)
+        busy, blocked = fractions.get(worker.rank, (0.0, 0.0))
         fields = (
             {} if worker.end is not None else _state_fields(worker, answers.get(worker.rank), stacks.get(worker.rank))
         )
@@ -50,7 +53,8 @@ def examine(workers: Sequence[Worker], heartbeats: Heartbeats) -> list[RankState
             silent_seconds=began - beat.time if beat.time else 0.0,
             sequence=beat.sequence,
             exit_code=None if worker.end is None else worker.end.exit_code,
-            busy_fraction=busy.get(worker.rank, 0.0),
+            busy_fraction=busy,
+            blocked_fraction=blocked,
             **fields,
         )
         states.append(state)
@@ -150,24 +154,23 @@ def _has_stacks_open(worker: Worker, header: str) -> bool:
         return not os.path.isdir("/proc/self/fd")
 
 
-def _busy_fractions(workers: Sequence[Worker]) -> dict[int, float]:
-    """Return the fraction of time in which each main thread ran, or was ready to run."""
-    counts = dict.fromkeys((worker.rank for worker in workers), 0)
+def _fractions(workers: Sequence[Worker]) -> dict[int, tuple[float, float]]:
+    """Return the fractions of time in which each main thread could run, and in which the kernel kept it waiting."""
+    counts: dict[int, Counter[str]] = {worker.rank: Counter() for worker in workers}
     used = {worker.rank: _used_seconds(worker.pid) for worker in workers}
     began = time.monotonic()
     for _ in range(_NUM_SAMPLES):
         for worker in workers:
-            counts[worker.rank] += proc_stat(worker.pid)[0] == "R"
+            counts[worker.rank][proc_stat(worker.pid)[0]] += 1
         time.sleep(_SAMPLE_SECONDS)
     seconds = time.monotonic() - began
-    # the system adds a wait for a core when it is over, and single samples are not representative
-    return {
-        worker.rank: max(
-            counts[worker.rank] / _NUM_SAMPLES,
-            min(1.0, (_used_seconds(worker.pid) - used[worker.rank]) / seconds),
-        )
-        for worker in workers
-    }
+
+    def busy(worker: Worker) -> float:
+        # the system adds a wait for a core when it is over, and single samples are not representative
+        by_time = min(1.0, (_used_seconds(worker.pid) - used[worker.rank]) / seconds)
+        return max(counts[worker.rank]["R"] / _NUM_SAMPLES, by_time)
+
+    return {worker.rank: (busy(worker), counts[worker.rank]["D"] / _NUM_SAMPLES) for worker in workers}
 
 
 def _used_seconds(pid: int) -> float:

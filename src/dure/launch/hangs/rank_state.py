@@ -75,6 +75,8 @@ class RankState:
     """True if it has closed the socket for probes, as do scripts that close all descriptors."""
     busy_fraction: float = 0.0
     """Fraction of the probe during which its main thread was running, or ready to run."""
+    blocked_fraction: float = 0.0
+    """Fraction of the probe during which the kernel kept its main thread waiting where no signal reaches it."""
     main: tuple[Frame, ...] = ()
     """Frames of the main thread, innermost first."""
     others: tuple[tuple[Frame, ...], ...] = ()

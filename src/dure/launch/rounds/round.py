@@ -22,10 +22,11 @@ from dure.launch.rounds.stop_limit import StopLimit
 from dure.launch.rounds.surviving_memory import SurvivingMemory
 from dure.launch.worker.fork_safety import reason_fork_would_fail, reason_not_to_fork
 from dure.launch.worker.leftovers import end_leftovers
+from dure.launch.worker.stacks import why_alive
 from dure.launch.worker.store_server import StoreServer
 from dure.launch.worker.worker_process import Worker
 from dure.process.stop_signals import signals_held_back
-from dure.terminal import end_open_line
+from dure.terminal import end_open_line, few
 
 _FAILURE_GRACE_SECONDS = 1.0
 """Seconds that the other ranks have, after one failed, to end by themselves and to report the reason."""
@@ -40,6 +41,8 @@ _LATE_SECONDS = 1.0
 """Seconds by which a sleep is too long if this process and its ranks were stopped, by Ctrl-Z or with the whole host;
 such time counts for no limit. A busy host delays it by less.
 """
+_KILL_NOTICE_SECONDS = 5.0
+"""Seconds after which a killed rank that is still there is reported."""
 _STOP_LOOK_SECONDS = 0.1
 """Maximum sleep in seconds after a stop signal."""
 
@@ -71,7 +74,7 @@ def run_round(
         hang = _wait(launch, workers, memory, received)
         if _is_cause_worth_waiting_for(launch) and not received:
             _look_for_the_cause(workers, memory)
-        kill_all(workers)
+        kill_all(launch, workers)
     if received or any(worker.end is not None and worker.end.exit_code != 0 for worker in workers):
         # processes left by a script that ended normally are its own concern
         end_leftovers({worker.mark for worker in workers}, min(worker.started_at for worker in workers))
@@ -102,7 +105,7 @@ def _pass_on_earlier_signals(launch: Launch, workers: list[Worker], received: li
         for worker in workers:
             worker.send(received[0])
     if len(received) > 1:
-        kill_all(workers)
+        kill_all(launch, workers)
 
 
 def show_pending_output(launch: Launch, workers: list[Worker]) -> None:
@@ -360,12 +363,25 @@ def _sleep_until_one_ends(alive: list[Worker], most_seconds: float, others: Sequ
     poll.poll(most_seconds * 1000)
 
 
-def kill_all(workers: list[Worker]) -> None:
-    """Kill the remaining workers, and wait until they are gone."""
+def kill_all(launch: Launch, workers: list[Worker]) -> None:
+    """Kill the remaining workers, and wait until they are gone; say why if that takes long."""
     for worker in workers:
         worker.stop_at_once()
-    while _still_alive(workers):
-        time.sleep(0.001)
+    began, notice_seconds, pause = time.monotonic(), _KILL_NOTICE_SECONDS, 0.001
+    while alive := _still_alive(workers):
+        seconds = time.monotonic() - began
+        if seconds > notice_seconds:
+            notice_seconds = 2 * seconds
+            reasons = [(worker, why) for worker in alive if (why := why_alive(worker.pid)) is not None]
+            texts = [f"rank {worker.rank} (process {worker.pid}) {why}" for worker, why in reasons]
+            text = "; ".join(texts) or f"waiting for {_ranks_of(alive)}, which the system has not ended yet"
+            _print_status(launch, workers, f"killed {seconds:.0f} s ago, and not gone: {text}")
+        time.sleep(pause)
+        pause = min(0.05, 1.1 * pause)
+
+
+def _ranks_of(workers: Sequence[Worker]) -> str:
+    return f"rank{'s' * (len(workers) > 1)} {few([worker.rank for worker in workers], 8)}"
 
 
 def _store_served(launch: Launch, store: StoreSocket, *, by_fork: bool) -> AbstractContextManager[object]:

@@ -70,7 +70,7 @@ def run_workers(launch: Launch, until: ExitStack | None = None) -> Outcome:
             nodes.exchange_signals(received)
         finally:
             signals.interrupts = False
-            kill_all(workers)
+            kill_all(launch, workers)
             rounds.close_store()
             show_pending_output(launch, workers)
         rounds.leave()

@@ -84,6 +84,25 @@ def is_stopped(pid: int) -> bool:
     return proc_stat(pid)[0] in ("T", "t")
 
 
+def why_alive(pid: int) -> str | None:
+    """Return why a process that was killed is still there; None if it is about to end, as far as the system says."""
+    state = proc_stat(pid)[0]
+    if state == "D":
+        return "waits in the kernel, mostly for a disk or a network file system, where no signal reaches it"
+    if state == "Z" and (tracer := _tracer_of(pid)):
+        return f"has ended, but process {tracer} traces it and has not let it go"
+    return None
+
+
+def _tracer_of(pid: int) -> int:
+    """Return the process that traces another, as a debugger does; 0 if there is none."""
+    try:
+        with open(f"/proc/{pid}/status", encoding="utf-8", errors="replace") as file:
+            return next((int(line.split()[1]) for line in file if line.startswith("TracerPid:")), 0)
+    except OSError:
+        return 0
+
+
 def proc_stat(pid: int) -> list[str]:
     """Return the main thread's fields in `/proc` from the state on; the name before it may contain anything."""
     try:

@@ -5,11 +5,12 @@ import re
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
 
-from tests.commands import RunFiles
+from tests.commands import RunFiles, wait_until
 
 TASK = f"{Path(__file__).parents[1] / 'faulty_task.py'}:Faulty"
 BASE = ("train", TASK, "--nproc", 2, "--global-batch-size", 8, "--name", "run", "--quiet")
@@ -53,14 +54,26 @@ def test_disk_when_it_is_full_for_checkpoints_then_training_goes_on_and_the_last
 
 
 @pytest.mark.faults
-def test_disk_when_it_is_full_for_records_then_one_more_sentence_says_so(small_disk, prewarmed, tmp_path):
-    flags = (*BASE, "--runs-dir", small_disk / "runs", "--epochs", 400, "--record-samples")
-    command = prewarmed.run(tmp_path, *flags, "--task.num-samples", 97, "--checkpoint.keep", 1)
-    assert command.code == 2, command.err
-    warning, error = command.err.splitlines()
-    assert warning.startswith("dure: a checkpoint needs")
-    assert "full" in error or "a checkpoint needs" in error
-    assert RunFiles(small_disk / "runs/run").checkpoints()
+@pytest.mark.parametrize("is_freed", [True, False])
+def test_disk_when_it_is_full_for_records_then_training_waits_for_space(is_freed, small_disk, prewarmed, tmp_path):
+    flags = (*BASE, "--runs-dir", small_disk / "runs", "--epochs", 4, "--checkpoint.keep", 1, "--record-samples")
+    filler = small_disk / "filler"
+    command = prewarmed.start(tmp_path, *flags, "--task.pause-seconds", 0.05)
+    run = RunFiles(small_disk / "runs/run")
+    run.wait_for("training", command)
+    space = os.statvfs(small_disk)
+    with suppress(OSError):
+        filler.write_bytes(b"x" * (space.f_bavail * space.f_frsize))
+    wait_until(lambda: "waits for space for its records" in command.err, "a rank that waits for space")
+    if is_freed:
+        filler.unlink()
+    assert command.wait() == (0 if is_freed else 2), command.err
+    steps = [record["step"] for record in run.records(0)]
+    assert steps == [*range(1, len(steps) + 1)]
+    if is_freed:
+        assert run.records(0)[-1]["samples_seen"] == run.summary()["samples"]
+    else:
+        assert "full" in command.err.splitlines()[-1]
 
 
 @pytest.mark.faults

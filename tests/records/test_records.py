@@ -1,7 +1,9 @@
 """Records go into files and come back as they were."""
 
+import errno
 import json
 import math
+import os
 import time
 
 import pytest
@@ -10,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dure.documents import DocumentInvalid
+from dure.records import full_disk
 from dure.records import step_writer as record_writer
 from dure.records.jsonl import last_record
 from dure.records.step_record import (
@@ -86,6 +89,42 @@ def test_records_held_are_written_when_an_error_ends_the_run(tmp_path):
     with pytest.raises(KeyError, match="gone"):
         fail()
     assert len(path.read_text().splitlines()) == 1
+
+
+def test_records_when_the_disk_is_full_for_a_moment_then_all_are_written_once(tmp_path, monkeypatch, capsys):
+    path, refusals, write = tmp_path / "rank0.jsonl", [0, 1, 2], os.write
+
+    def full_for_a_moment(descriptor, data):
+        if refusals and not refusals.pop(0):
+            return write(descriptor, data[:7])
+        if refusals:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return write(descriptor, data)
+
+    monkeypatch.setattr(full_disk, "_PAUSE_SECONDS", 0.0)
+    monkeypatch.setattr(record_writer.os, "write", full_for_a_moment)
+    with RecordWriter(path) as writer:
+        writer.write(step_of(step=1))
+        writer.write(step_of(step=2))
+    monkeypatch.undo()
+    assert [json.loads(line)["step"] for line in path.read_text().splitlines()] == [1, 2]
+    assert capsys.readouterr().err.count("waits for space for its records, at most 30 s") == 1
+
+
+@pytest.mark.parametrize(("number", "most_seconds"), [(errno.ENOSPC, 0.0), (errno.EFBIG, 30.0), (errno.EIO, 30.0)])
+def test_records_when_there_is_no_space_for_long_or_another_reason_then_that_is_raised(
+    number, most_seconds, tmp_path, monkeypatch
+):
+    def refuse(descriptor, data):
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(full_disk, "MOST_SECONDS", most_seconds)
+    monkeypatch.setattr(record_writer, "SPACE_WAIT", full_disk.SpaceWait())
+    writer = RecordWriter(tmp_path / "rank0.jsonl")
+    writer.write(step_of(time=time.time()))
+    monkeypatch.setattr(record_writer.os, "write", refuse)
+    with pytest.raises(OSError, match=os.strerror(number)):
+        writer.close()
 
 
 def test_a_summary_goes_through_json_and_back():

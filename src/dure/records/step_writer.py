@@ -7,6 +7,7 @@ from types import TracebackType
 from typing import Self
 
 from dure.own_files import open_own
+from dure.records.full_disk import SPACE_WAIT
 from dure.records.step_record import StepRecord, step_line
 
 _FLUSH_SECONDS = 1.0
@@ -21,8 +22,9 @@ class RecordWriter:
     """
 
     def __init__(self, path: Path) -> None:
-        self._file = os.fdopen(open_own(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND), "a", encoding="utf-8")
+        self._descriptor = open_own(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
         self._held: list[StepRecord] = []
+        self._unwritten = b""
         self._next_flush = time.time() + _FLUSH_SECONDS
 
     def write(self, record: StepRecord) -> None:
@@ -33,18 +35,26 @@ class RecordWriter:
             self.flush()
 
     def flush(self) -> None:
-        """Write the buffered records to the operating system."""
-        self._file.write("".join(map(step_line, self._held)))
-        self._file.flush()
+        """Write the buffered records to the operating system; wait for some time if there is no space for them.
+
+        Raises:
+            OSError: The system refuses them, or there is still no space.
+        """
+        self._unwritten += "".join(map(step_line, self._held)).encode()
         self._held.clear()
+        SPACE_WAIT.write(self._write)
         self._next_flush = time.time() + _FLUSH_SECONDS
+
+    def _write(self) -> None:
+        while self._unwritten:  # a disk that becomes full accepts a part first
+            self._unwritten = self._unwritten[os.write(self._descriptor, self._unwritten) :]
 
     def close(self) -> None:
         """Flush and close."""
         try:
             self.flush()
         finally:
-            self._file.close()
+            os.close(self._descriptor)
 
     def __enter__(self) -> Self:
         return self

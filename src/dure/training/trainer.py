@@ -9,6 +9,7 @@ from dure.errors import GroupShrank, LossNotFinite, ReplicasDiverged
 from dure.host.devices import count_cores
 from dure.host.thread_check import slowdown_of_threads
 from dure.records import events
+from dure.records.full_disk import SPACE_WAIT
 from dure.records.run_dir import RunDir
 from dure.records.step_record import Metric, StepRecord
 from dure.records.step_writer import RecordWriter
@@ -534,7 +535,7 @@ class Trainer:
 
     def _event(self, event: events.Event) -> None:
         if self.is_first:
-            self.run.append_event(event)
+            SPACE_WAIT.write(lambda: self.run.append_event(event))
 
 
 _NOTHING = Requests()

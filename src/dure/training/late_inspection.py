@@ -62,6 +62,10 @@ class LateInspection:
         """Record, after the calls of a step, what ranks compare before the next checkpoint."""
         self._counted.note_step()
 
+    def note_evaluation(self) -> None:
+        """Leave out, of what ranks compare, the changes by an evaluation that has just ended."""
+        self._counted.leave_out_changes()
+
     def declare(self, texts: Sequence[str]) -> None:
         """Take declarations as known, so that they are not new when other ranks have them too."""
         self._declared.update(texts)

@@ -420,6 +420,7 @@ class Trainer:
                     on_batch=lambda: self.current_phase("evaluating"),
                 )
             )
+        self.late.note_evaluation()
         self.current_phase("training")
         train_loss = position.loss_sum / position.loss_count if position.loss_count else None
         epochs = round(position.samples_seen / session.order.epoch_samples, 4)

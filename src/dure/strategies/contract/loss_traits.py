@@ -137,7 +137,7 @@ class LossTraits:
         for name in (field.name for field in fields(self)):
             own, other = getattr(self, name), getattr(others, name)
             found[name] = tuple(dict.fromkeys((*own, *other))) if isinstance(own, tuple) else own or other
-        for learned, counted in _LEARNED_OR_COUNTED:
+        for learned, counted in (("learned_buffers", "counted_buffers"), ("learned_state", "counted_state")):
             found[counted] = tuple(name for name in found[counted] if name not in found[learned])
         changing = {name for each in (self, others) for name in each.counted_state if name not in each.cached_state}
         found["cached_state"] = tuple(
@@ -154,21 +154,22 @@ class LossTraits:
         return tuple(name for name in self.counted_buffers if not name.endswith("num_batches_tracked"))
 
     def learning(self, paths: Collection[str]) -> "LossTraits":
-        """Return these traits with state and buffers that seemed counted as learned from samples.
+        """Return these traits with buffers and state learned from samples that seemed to be counted, or constant.
 
         Args:
-            paths: Paths and names among `counted_state` and `counted_buffers`.
+            paths: Names among `counted_buffers`, and paths of state.
         """
-        found: dict[str, Any] = {}
-        for learned, counted in _LEARNED_OR_COUNTED:
-            own = getattr(self, counted)
-            moved = [path for path in own if path in paths]
-            found[learned] = tuple(dict.fromkeys((*getattr(self, learned), *moved)))
-            found[counted] = tuple(path for path in own if path not in paths)
-        return replace(self, **found)
+        buffers = [name for name in self.counted_buffers if name in paths]
+        state = [path for path in paths if path not in buffers]
+        return replace(
+            self,
+            learned_buffers=tuple(dict.fromkeys((*self.learned_buffers, *buffers))),
+            counted_buffers=tuple(name for name in self.counted_buffers if name not in buffers),
+            learned_state=tuple(dict.fromkeys((*self.learned_state, *state))),
+            counted_state=tuple(path for path in self.counted_state if path not in state),
+        )
 
 
-_LEARNED_OR_COUNTED = (("learned_buffers", "counted_buffers"), ("learned_state", "counted_state"))
 _OF_FIRST_CALL = ("reason_unknown", "has_failed", "needs_optimizer", "is_evaluable")
 
 NOTHING_SEEN = LossTraits()

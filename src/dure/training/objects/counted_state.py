@@ -1,7 +1,8 @@
-"""State that every call of the loss changes in the same way, as far as trials before training have shown.
+"""State that the loss seemed, in trials before training, to change alike in every call, or never.
 
-A coefficient that the loss raises or lowers by what a batch gave may have moved alike on all samples that were tried.
-During the run each rank therefore records the values after every step, and ranks compare their records.
+A coefficient that the loss raises or lowers by what a batch gave may have moved alike on all samples that were tried,
+and a flag may be set back before anything looks at it. During the run each rank therefore records the values after
+every step, and ranks compare their records.
 """
 
 import zlib
@@ -17,6 +18,7 @@ from dure.strategies.state.objects.object_state import ObjectState
 
 _MOST_ITEMS = 16
 """Maximum items of a container that is read after every step; others are read only before ranks compare."""
+_PLAIN = (bool, int, float, str, type(None))
 
 
 class CountedState:
@@ -36,16 +38,36 @@ class CountedState:
         self._readers: Mapping[str, Callable[[], Any]] = {} if state is None else state.readers(paths)
         self._each_step = [path for path in self._readers if state is not None and _is_small(state.first.get(path))]
         self._digests = dict.fromkeys(self._readers, 0)
+        self._task = vars(strategy.objects["task"])
+        known = {*traits.learned_state, *self._readers}
+        self._plain = [
+            name
+            for name, value in self._task.items()
+            if is_compared and type(value) in _PLAIN and f"task.{name}" not in known
+        ]
+        """Attributes of the task that are single values."""
+        self._last = self._plain_values()
+        self._num_steps = 0
         names = traits.supposed_buffers if is_compared else ()
         self._buffers = [(name, buffer) for name, buffer in strategy.model.named_buffers() if name in names]
         self._sums = [torch.zeros((), dtype=torch.float64, device=buffer.device) for _, buffer in self._buffers]
 
     def note_step(self) -> None:
         """Record the values after the calls of a step; nothing is read from a device."""
+        self._num_steps += 1
         self._add(self._each_step)
+        if (values := self._plain_values()) != self._last:
+            for name, before, now in zip(self._plain, self._last, values, strict=True):
+                if now != before:
+                    self._fold(f"task.{name}", (self._num_steps, now))
+            self._last = values
         for total, (_, buffer) in zip(self._sums, self._buffers, strict=True):
             # weighted by the steps before, so that a difference in one step is not undone by that in another
             total.mul_(1.25).remainder_(1e6).add_(buffer.detach().sum(dtype=torch.float64))
+
+    def leave_out_changes(self) -> None:
+        """Leave out what has changed single values since the last step: an evaluation, which is declared elsewhere."""
+        self._last = self._plain_values()
 
     def digests(self) -> dict[str, str]:
         """Return a digest of all values so far by path, equal on ranks that had the same in every step."""
@@ -55,13 +77,20 @@ class CountedState:
 
     def _add(self, paths: Iterable[str]) -> None:
         for path in paths:
-            self._digests[path] = zlib.crc32(repr(self._readers[path]()).encode(), self._digests[path])
+            self._fold(path, self._readers[path]())
+
+    def _fold(self, path: str, value: object) -> None:
+        self._digests[path] = zlib.crc32(repr(value).encode(), self._digests.get(path, 0))
+
+    def _plain_values(self) -> list[object]:
+        return [self._task.get(name) for name in self._plain]
 
 
 def differing(digests: Sequence[Mapping[str, str]]) -> list[str]:
-    """Return the paths whose digests are not the same on all ranks that have them."""
-    paths = dict.fromkeys(path for each in digests for path in each)
-    return [path for path in paths if len({each[path] for each in digests if path in each}) > 1]
+    """Return the paths whose digests are not the same on all ranks that have recorded any."""
+    recorded = [each for each in digests if each]
+    paths = dict.fromkeys(path for each in recorded for path in each)
+    return [path for path in paths if len({each.get(path) for each in recorded}) > 1]
 
 
 def _is_small(value: object) -> bool:

@@ -1,6 +1,7 @@
 """Parameters, gradients and optimiser state are divided as the table says, and what cannot be is refused."""
 
 import copy
+import json
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import dure
 from dure.comm.groups import ProcessGroup
 from dure.errors import SpecInvalid, TaskInvalid, WorkerFailed
+from dure.strategies.sharded import fsdp_units
 from dure.strategies.sharded.fsdp import FSDP
 from dure.training.checkpoints.reader import verify
 from tests.comm.gloo_ranks import on_ranks
@@ -259,17 +261,81 @@ class WeighsWeights(CopiesUnits):
         return super().build_optimizer(model)
 
 
+class ChoosesBlock(nn.Module):
+    """Model that after some steps uses one of two blocks of the same size, depending on the samples."""
+
+    def __init__(self):
+        super().__init__()
+        self.first = nn.Linear(WIDTH, WIDTH, dtype=torch.float64)
+        self.blocks = nn.ModuleList(nn.Linear(WIDTH, WIDTH, dtype=torch.float64) for _ in range(2))
+        self.register_buffer("seen", torch.zeros((), dtype=torch.int64))
+
+    def forward(self, x):
+        self.seen += self.training
+        x = self.first(x)
+        order = [0, 1] if self.seen < 20 or x[:, 0].sum() > 0 else [1, 0]
+        return self.blocks[order[1]](self.blocks[order[0]](x))
+
+
+class Choosing(Regression):
+    def build_model(self):
+        torch.manual_seed(2)
+        return ChoosesBlock()
+
+
+def test_ranks_that_gather_different_units_of_the_same_size_are_told(tmp_path):
+    with pytest.raises(WorkerFailed, match="ranks called different units of the model in a step") as caught:
+        train_case(tmp_path, Choosing(), "fsdp", 2, global_batch_size=4, samples=160, units="blocks.*")
+    assert caught.value.exit_code == 2
+
+
+class SkipsBlocks(nn.Module):
+    """Model whose blocks are skipped depending on the samples, as stochastic depth skips them by chance."""
+
+    def __init__(self):
+        super().__init__()
+        self.first = nn.Linear(WIDTH, WIDTH, dtype=torch.float64)
+        self.blocks = nn.ModuleList(nn.Linear(WIDTH, WIDTH, dtype=torch.float64) for _ in range(2))
+
+    def forward(self, x):
+        x = self.first(x)
+        for block in self.blocks:
+            if x[:, 0].mean() > x[:, 0].detach().mean().round(decimals=1):
+                x = x + block(x)
+        return x
+
+
+class Skipping(Regression):
+    def build_model(self):
+        torch.manual_seed(2)
+        return SkipsBlocks()
+
+
+def test_units_that_nobody_named_are_none_that_ranks_may_skip(trained, tmp_path, monkeypatch):
+    monkeypatch.setattr(fsdp_units, "_LEAST_BYTES", 0)
+    steps = {"global_batch_size": 4, "samples": 24}
+    run = train_case(tmp_path, Skipping(), "fsdp", 2, **steps)
+    record = json.loads((run / "summary.json").read_text())
+    difference = largest_difference(weights_of(run), weights_of(trained(Skipping(), **steps)))
+    assert difference < TO_ROUNDING or record["not_preserved"]
+
+
 @pytest.mark.parametrize(
-    ("task", "why"),
+    ("task", "units", "why"),
     [
-        (WeighsWeights, "with weights that the strategy has divided over the ranks: compute with them in build_model"),
-        (InPlace, "a unit changes one of its inputs in place"),
-        (CopiesUnits, r"the task copies the model or a part of it \(copy.deepcopy\)"),
+        (Skipping, "blocks.*", r"some calls of the model use blocks.0, blocks.1 and others do not"),
+        (
+            WeighsWeights,
+            "1",
+            "with weights that the strategy has divided over the ranks: compute with them in build_model",
+        ),
+        (InPlace, "1", "a unit changes one of its inputs in place"),
+        (CopiesUnits, "1", r"the task copies the model or a part of it \(copy.deepcopy\)"),
     ],
 )
-def test_what_units_cannot_do_is_refused_in_a_sentence(task, why, tmp_path):
+def test_what_units_cannot_do_is_refused_in_a_sentence(task, units, why, tmp_path):
     with pytest.raises(WorkerFailed, match=why) as caught:
-        train_case(tmp_path, task(), "fsdp", 2, global_batch_size=8, samples=16, units="1")
+        train_case(tmp_path, task(), "fsdp", 2, global_batch_size=8, samples=16, units=units)
     assert caught.value.exit_code == 2
 
 

@@ -75,6 +75,8 @@ class LossTraits:
     """Plain state outside the model that is changed by its forward or by a hook on its modules."""
     fed_state: tuple[str, ...] = ()
     """Tensors that the task keeps from one call of the loss and passes to the model in a later one."""
+    varying_modules: tuple[str, ...] = ()
+    """Modules of the model that some calls of the loss use more often than others, by chance or depending on data."""
     stepped_state: tuple[str, ...] = ()
     """State that the loss changes and that the optimiser holds, so that its step may use it."""
     left_state: tuple[str, ...] = ()

@@ -1,7 +1,7 @@
 """Facts of a step: its loss over all ranks, the contribution of each microbatch, and the ranks' requests."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -55,12 +55,23 @@ class StepFacts:
     On an accelerator the loop reads them one step late, so that the device never runs out of work.
     """
 
-    def __init__(self, facts: Tensor | Sequence[float], terms: "Sequence[LossTerm]", *, is_local: bool = False) -> None:
-        """Take `[loss sum, loss count, stop, save]`, summed over ranks, and this rank's own terms.
+    def __init__(
+        self,
+        facts: Tensor | Sequence[float],
+        terms: "Sequence[LossTerm]",
+        *,
+        is_local: bool = False,
+        check: Callable[[Sequence[float]], None] | None = None,
+    ) -> None:
+        """Take `[loss sum, loss count, stop, save, ...]`, summed over ranks, and this rank's own terms.
 
         Args:
+            facts: Facts, and further numbers for `check`.
+            terms: Terms of the loss.
             is_local: Whether the facts are of this rank alone: no other rank knows them or waits for them.
+            check: Called with the further numbers when the facts are read; it raises an exception if they are wrong.
         """
+        self._check = check
         self.is_local = is_local
         self._terms = terms
         self._facts = DeferredRead(facts) if isinstance(facts, Tensor) else facts
@@ -72,7 +83,9 @@ class StepFacts:
     def read(self) -> tuple[float, float, Requests]:
         """Return loss sum, loss count and the requests."""
         values = self._facts.read() if isinstance(self._facts, DeferredRead) else self._facts
-        loss_sum, count, stop, save = values
+        loss_sum, count, stop, save, *further = values
+        if self._check is not None:
+            self._check(further)
         if isinstance(count, float) and math.isfinite(count) and self._counts_whole():
             count = round(count)  # it was converted to float32 on the way
         return loss_sum, count, Requests(stop > 0, save > 0) if stop or save else NO_REQUESTS

@@ -36,7 +36,7 @@ from dure.strategies.contract.step_facts import LossTerm, Requests, StepFacts
 from dure.strategies.contract.watch.parameter_watch import ParameterWatch
 from dure.strategies.contract.weight_rules import WeightRules
 from dure.strategies.division.local_shards import ShardedStrategy
-from dure.strategies.sharded.fsdp_units import Unit, find_units, has_batchnorm, parameter_bytes, unit_faults
+from dure.strategies.sharded.fsdp_units import Unit, UnitCalls, find_units, has_batchnorm, parameter_bytes, unit_faults
 from dure.strategies.sharded.options import FSDPOptions
 from dure.strategies.sharded.outside_use import explained, without_shards
 from dure.strategies.sharded.reached_parameters import ReachedParameters, is_sharded
@@ -171,16 +171,29 @@ class FSDP(ShardedStrategy):
         self.take_share(DataShare(index=self.random_stream, count=num_shares, leads=position == 0, is_joint=True))
 
     def check_traits(self, model: nn.Module) -> list[str]:
-        """Refuse to compute units twice if each of them changes its own state in forward."""
+        """Refuse units that ranks may use differently often, and to compute twice those that change their own state."""
         faults = super().check_traits(model)
-        units = [] if faults or not self.options.activation_checkpointing else find_units(model, self.options.units)
-        if units and not self._can_be_recomputed(units):
+        units = [] if faults else self._find_units(model)
+        if varying := [unit.name for unit in units if self._varies(unit)]:
+            faults.append(
+                f"some calls of the model use {few(varying)} and others do not, by chance or depending on data, but "
+                "all ranks must gather the same units at the same time: leave out --fsdp.units, or use ddp"
+            )
+        if self.options.activation_checkpointing and units and not self._can_be_recomputed(units):
             changed = few([path for unit in units for path in self._changed_in(unit)])
             faults.append(
                 f"activation_checkpointing finds no unit to compute twice, because {changed} would change twice: name "
                 "other units with --fsdp.units, or leave it out"
             )
         return faults
+
+    def _find_units(self, model: nn.Module) -> list[Unit]:
+        """Return the units; of those that nobody named, without the ones that ranks may use differently often."""
+        units = find_units(model, self.options.units)
+        return [unit for unit in units if self.options.units is not None or not self._varies(unit)]
+
+    def _varies(self, unit: Unit) -> bool:
+        return self.group.world_size > 1 and unit.name in self.traits.varying_modules
 
     def place(self, model: nn.Module) -> nn.Module:
         """Shard the model, starting with the units; 0-dim parameters stay whole, having no dimension to divide."""
@@ -189,7 +202,7 @@ class FSDP(ShardedStrategy):
         read_whole_numbers()  # the loss may use weights of a unit, which are divided outside of it
         self.mesh = Mesh(self._axes, self.group, self.device, divides_tensors=True)
         self.shard_groups = {axis: self.mesh.group(axis) for axis in ("shard", "tensor")}
-        self.units = find_units(model, self.options.units)
+        self.units = self._find_units(model)
         self.scalars = [parameter for parameter in model.parameters() if parameter.dim() == 0]
         for scalar in self.scalars:
             give_data(scalar, scalar.data.to(self.device))
@@ -329,6 +342,9 @@ class FSDP(ShardedStrategy):
         for unit in self.units:
             self.reached.watch_when_gathered(f"{unit.name}.", unit.module, unit.module)
         self.reached.watch_when_gathered("", self.model, self.objective)
+        # a compiler would trace the hooks
+        is_watched = bool(self.units) and self.group.world_size > 1 and not self.spec.compile
+        self._unit_calls = UnitCalls(self.units, self.group) if is_watched else None
         self._is_accumulating = False
         self.objective(None, 1)
         self._reshard()
@@ -381,6 +397,8 @@ class FSDP(ShardedStrategy):
         """
         self.sums.begin(requests)
         self.reached.begin_step()
+        if self._unit_calls is not None:
+            self._unit_calls.begin_step()
         if self.division is not None:
             self.division.traffic.sent_bytes = 0
         pending = iter(microbatches)
@@ -427,8 +445,11 @@ class FSDP(ShardedStrategy):
         own = [p.grad if self.share.leads else None for p in self._own_scalars]
         scalars = [torch.zeros(1, dtype=used.dtype) if gradient is None else gradient.reshape(1) for gradient in own]
         drawn = [] if self.division is None else [used.new_full((1,), self.division.draws())]
-        beside = torch.cat([used, *(scalar.to(used) for scalar in scalars), *drawn])
-        facts = reduced_facts(self, beside)
+        called = [] if self._unit_calls is None else [used.new_full((1,), self._unit_calls.fingerprint())]
+        together = torch.cat([*called, used, *(scalar.to(used) for scalar in scalars), *drawn])
+        check = None if self._unit_calls is None else self._unit_calls.check
+        facts = reduced_facts(self, together, num_checked=len(called), check=check)
+        beside = together[len(called) :]
         if self.division is not None:
             self.division.check_draws(beside[-1:])
         if self.options.cpu_offload and self.expectation is not None:

@@ -1,16 +1,20 @@
 """Modules that `fsdp` gathers separately: found automatically, or named by patterns."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from torch import nn
 
+from dure.comm.groups import Group
+from dure.errors import TaskInvalid
 from dure.strategies.state.module_patterns import matching
 from dure.torchcompat.modules import BatchNorm
 
 _CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
 """Containers of repeated blocks. Subclasses have their own forward, so they are blocks themselves."""
 
+_UNIT_MODULUS = 2**16 - 15
+"""Modulus of fingerprints, so small that a sum over ranks is exact in float32."""
 _LEAST_BYTES = 128 * 2**10
 """Size below which latency dominates: 128 KiB take 30 us at 4 GB/s, about the cost of any message."""
 
@@ -31,6 +35,51 @@ class Unit:
     def has_batchnorm(self) -> bool:
         """Return whether it has a BatchNorm, which counts a recomputed batch twice and needs float32 parameters."""
         return has_batchnorm(self.module)
+
+
+class UnitCalls:
+    """Order of a step's calls of units, which ranks compare.
+
+    One that gathers another unit than the others, of the same size, would get wrong weights unnoticed.
+    """
+
+    def __init__(self, units: Sequence[Unit], group: Group) -> None:
+        """Register hooks on the units of all ranks of a group."""
+        self._group = group
+        self._digest = 0
+        for number, unit in enumerate(units):
+            unit.module.register_forward_pre_hook(self._noting(number))
+
+    def _noting(self, number: int) -> Callable[..., None]:
+        def note(*_: object) -> None:
+            self._digest = (self._digest * 31 + number + 1) % _UNIT_MODULUS
+
+        return note
+
+    def begin_step(self) -> None:
+        """Forget the calls of evaluations."""
+        self._digest = 0
+
+    def fingerprint(self) -> float:
+        """Return a fingerprint of this step's calls, weighted so that equal ones of all ranks sum to 0."""
+        return float(self._digest if self._group.rank else -self._digest * (self._group.world_size - 1))
+
+    @staticmethod
+    def check(totals: Sequence[float]) -> None:
+        """Raise on all ranks if some have called other units than others, or in another order.
+
+        Args:
+            totals: Sum of all ranks' fingerprints.
+
+        Raises:
+            TaskInvalid: They have.
+        """
+        if any(totals):
+            raise TaskInvalid(
+                "ranks called different units of the model in a step, or the same ones in another order, by chance or "
+                "depending on data, but all must gather the same ones at the same time: leave out --fsdp.units, or use "
+                "ddp"
+            )
 
 
 def parameter_bytes(module: nn.Module) -> int:

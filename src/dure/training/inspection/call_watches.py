@@ -1,10 +1,12 @@
 """Watches over calls of a loss: which plain state changes inside the model's own calls, and which outside them."""
 
+from collections import Counter
 from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.optim import Optimizer
 
 from dure.data.randomness import GeneratorStates
@@ -47,6 +49,34 @@ class ChangesOutsideForward:
     def changed(self) -> dict[str, Any]:
         """Return the changed values by path."""
         return self._found
+
+
+class ModuleCalls:
+    """Context, entered once for each call of a loss, that counts the calls of a model's modules with parameters."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._names = {
+            id(module): name for name, module in model.named_modules() if any(True for _ in module.parameters())
+        }
+        self._counts: list[Counter[str]] = []
+
+    def __enter__(self) -> "ModuleCalls":
+        counts = Counter[str]()
+        self._counts.append(counts)
+
+        def count(module: nn.Module, _: object) -> None:
+            if (name := self._names.get(id(module))) is not None:
+                counts[name] += 1
+
+        self._handle = register_module_forward_pre_hook(count)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._handle.remove()
+
+    def varying(self) -> list[str]:
+        """Return the modules that the loss calls in some of its calls more often than in others."""
+        return [name for name in self._names.values() if len({counts[name] for counts in self._counts}) > 1]
 
 
 class ChangesInForward:

@@ -24,7 +24,7 @@ from dure.strategies.state.shared_storage import recomputed_weights
 from dure.strategies.state.trial import Trial, is_equal, is_same_value, sharing_state
 from dure.torchcompat.modes import entered_autocasts
 from dure.training.inspection.additivity import WIDE_SAMPLES, Additivity, tolerance_of
-from dure.training.inspection.call_watches import ChangesOutsideForward, FedState
+from dure.training.inspection.call_watches import ChangesOutsideForward, FedState, ModuleCalls
 from dure.training.inspection.collectives import CollectiveCalled, no_collectives
 from dure.training.inspection.first_loss import FirstLoss
 from dure.training.inspection.loss_calls import NUM_SAMPLES, Tried, aside, perturb
@@ -233,6 +233,7 @@ class LossInspection:
             sets_gradients=first.has_gradients,
             module_state=later.module_state,
             fed_state=later.fed,
+            varying_modules=later.varying_modules,
             left_state=tuple(dict.fromkeys((*first.trial.left, *second.trial.left, *later.left))),
             outer_state=tuple(dict.fromkeys((*first.trial.outer, *second.trial.outer, *later.outer, *remembered))),
             uses_gradients=not is_slow and self._uses_gradients(range(half), first),
@@ -497,6 +498,7 @@ class LossInspection:
         with aside(), written:
             self.calls.model.train()
             fed = FedState(self.calls.model, self.calls.objects)
+            called = ModuleCalls(self.calls.model)
             for batch in batches:
                 if time.monotonic() > deadline:
                     break
@@ -505,6 +507,7 @@ class LossInspection:
                     self.calls.autocast(),
                     ChangesOutsideForward(self.calls.model) as modules,
                     fed,
+                    called,
                 ):
                     self.calls.loss(self.calls.model, batch)
                 found |= modules.changed()
@@ -528,6 +531,7 @@ class LossInspection:
             tuple(sorted(fed.names)),
             tuple(written.outer),
             tuple(written.buffers),
+            tuple(called.varying()),
         )
 
 
@@ -551,6 +555,7 @@ class _Later(NamedTuple):
     fed: tuple[str, ...] = ()
     outer: tuple[str, ...] = ()
     buffers: tuple[str, ...] = ()
+    varying_modules: tuple[str, ...] = ()
 
 
 def _num_first(num_samples: int) -> int:

@@ -80,15 +80,25 @@ def test_rank_when_elsewhere_then_is_said_how(fields, words, is_certain):
 @pytest.mark.parametrize(
     ("failure", "words"),
     [
-        (None, "rank 1 has come to its end and waits"),
-        ("ValueError: no data (a.py:3)", "rank 1 has failed (ValueError: no data (a.py:3)) and waits"),
+        (None, "rank 1 is at its end"),
+        ("ValueError: no data (a.py:3)", "rank 1 has failed (ValueError: no data (a.py:3))"),
     ],
 )
 def test_rank_when_its_threads_keep_it_then_their_line_and_its_own_failure_are_told(failure, words):
     main = Frame(file=threading.__file__, line=1590, function="_shutdown")
     held = {"phase": "leaving", "main": (main,), "others": ((user(44, "beat"),),), "failure": failure}
     text = blamed(rank(0, call()), rank(1, call(sequence=6, is_pending=False), **held))[1]
-    assert f"{words} for its threads to end at /home/me/train.py:44 in beat, and rank 0 waits" in text
+    assert f"{words}, waiting for threads to end at /home/me/train.py:44 in beat, and rank 0 waits" in text
+
+
+def test_line_when_its_file_has_a_newline_in_its_name_then_is_one_line():
+    text = blamed(rank(0, call()), rank(1, call(sequence=6, is_pending=False), main=(user(3, "a\nfake"),)))[1]
+    assert r"in a\x0afake, and rank 0 waits" in text.splitlines()[0]
+
+
+def test_ranks_when_several_are_at_their_end_then_the_words_are_of_several():
+    text = blamed(*(rank(number, phase="leaving") for number in range(2)))[1]
+    assert "ranks 0, 1 are at their end, leaving" in text
 
 
 def test_rank_when_it_handles_an_error_of_its_own_then_that_is_told():

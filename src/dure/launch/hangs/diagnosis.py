@@ -25,7 +25,7 @@ from dure.launch.hangs.waits import (
 )
 from dure.process.stop_signals import signal_name
 from dure.records.run_dir import RunDir
-from dure.terminal import few, print_status
+from dure.terminal import few, one_line, print_status
 
 _LOADER_FILE = f"{os.sep}torch{os.sep}utils{os.sep}data{os.sep}"
 _DEBUGGER_FILES = tuple(os.path.join(os.path.dirname(os.__file__), name) for name in ("bdb.py", "code.py"))
@@ -169,15 +169,15 @@ def _where(state: RankState, world: Sequence[int]) -> Where:
 def line_of(state: RankState) -> str | None:
     """Return the line of the user's code at which a rank is; None if it is unknown."""
     line = _users_line(state)
-    return None if line is None else str(line)
+    return None if line is None else one_line(line)
 
 
 def _doing(state: RankState) -> str:
     busy = state.busy_fraction >= BUSY_FRACTION
     inner = state.main[0] if state.main else None
     if state.phase == "leaving":
-        how = "has come to its end" if state.failure is None else f"has failed ({state.failure})"
-        return f"{how} and {'waits for its threads to end' if _waits_for_threads(state) else 'is leaving'}"
+        how = "is at its end" if state.failure is None else f"has failed ({state.failure})"
+        return f"{how}, {'waiting for threads to end' if _waits_for_threads(state) else 'leaving'}"
     if state.blocked_fraction >= BUSY_FRACTION:
         return "waits in the kernel, mostly for a disk or a network file system"
     if state.has_closed_socket:
@@ -198,7 +198,7 @@ def _doing(state: RankState) -> str:
 
 
 def _waits_for_threads(state: RankState) -> bool:
-    """Return whether a rank that has come to its end waits for threads that are no daemons, as the interpreter does."""
+    """Return whether a rank at its end waits for threads that are no daemons, as the interpreter does."""
     return state.phase == "leaving" and any(
         frame.function == "_shutdown" and frame.file == threading.__file__ for frame in state.main
     )
@@ -371,6 +371,7 @@ def _activity(places: Sequence[Where]) -> str:
     verb, space, rest = places[0].what.partition(" ")
     if len(places) > 1:
         verb = {"is": "are", "was": "were", "has": "have"}.get(verb, verb.removesuffix("s"))
+        rest = rest.replace("at its end", "at their end", 1)
     return f"{verb}{space}{rest}"
 
 
@@ -389,7 +390,7 @@ def _users_line(state: RankState) -> Frame | None:
 
 
 def _at(line: Frame | None) -> str:
-    return "" if line is None else f" at {line}"
+    return "" if line is None else f" at {one_line(line)}"
 
 
 def _source(line: Frame | None) -> str:

@@ -2,7 +2,6 @@
 
 import errno
 import os
-import shutil
 import stat
 from collections.abc import Callable, Iterable
 from hashlib import sha256
@@ -91,7 +90,10 @@ def raise_if_full(error: OSError, path: Path) -> None:
         DiskFull: The error number says that there is no space or quota left.
     """
     if DiskFull.is_reported_by(error):
-        free = format_bytes(shutil.disk_usage(path.parent).free)
+        space = os.statvfs(path.parent)
+        free = format_bytes(space.f_bavail * space.f_frsize)
+        if space.f_files and not space.f_favail:
+            free = f"{free}, but no inode, so no further file,"
         raise DiskFull(f"writing {path.name} {FULL_TEXT} in {path.parent} ({free} free): {DiskFull.CURE}") from error
 
 

@@ -364,6 +364,36 @@ def rehearse_evaluation(session: Session, best: Best) -> list[str]:
     """
     if session.eval_loader is None:
         return []
+    with _after_first_call(session):
+        return _rehearse_evaluation(session, session.eval_loader, best)
+
+
+@contextmanager
+def _after_first_call(session: Session) -> Iterator[None]:
+    """Let a loss that sets weights when it is first called, from the samples of that call, do so; undo it afterwards.
+
+    In training it will have been called before any evaluation.
+    """
+    strategy, model = session.strategy, session.strategy.model
+    if not strategy.traits.changed_parameters or strategy.example is None:
+        yield
+        return
+    objects, buffers = ObjectState({**strategy.objects, "model": model}), KeptBuffers(model)
+    weights = [(parameter, parameter.detach().clone()) for parameter in model.parameters()]
+    try:
+        with kept_global_randomness(*strategy.devices), torch.no_grad(), strategy.precision.autocast():
+            model.train()
+            session.task.loss(model, strategy.example(_NUM_SAMPLES))
+        yield
+    finally:
+        objects.put_back()
+        buffers.put_back()
+        with torch.no_grad():
+            for parameter, values in weights:
+                parameter.copy_(values)
+
+
+def _rehearse_evaluation(session: Session, loader: Loader, best: Best) -> list[str]:
     strategy, model = session.strategy, session.strategy.model
     before = ObjectState({**strategy.objects, "model": model})
     buffers = KeptBuffers(model)
@@ -374,9 +404,9 @@ def rehearse_evaluation(session: Session, best: Best) -> list[str]:
     few = min(_NUM_SAMPLES, session.eval_samples)
     most = min(few, session.spec.eval_batch_size or few)  # there may be no memory for more
     with surroundings.watched(), without_new_hooks(model, strategy.built_optimizer), _work_on_parts(strategy):
-        at_once = _few_evaluated(session, session.eval_loader, few, most)
+        at_once = _few_evaluated(session, loader, few, most)
         changed_first = before.changed()
-        in_parts = _few_evaluated(session, session.eval_loader, few, max(1, most // 2))
+        in_parts = _few_evaluated(session, loader, few, max(1, most // 2))
     drawn = before.drawn()
     best.value_of(at_once)
     check_counts(at_once, in_parts, few)

@@ -13,8 +13,9 @@ from torch.utils.data import TensorDataset
 
 import dure
 from dure.errors import WorkerFailed
+from dure.training.session.sample_order import SampleOrder
 from tests.conformance.cases import largest_difference, records_of, train_case, weights_of
-from tests.conformance.tasks import Regression, layered_model
+from tests.conformance.tasks import WIDTH, Regression, layered_model
 
 
 class Frozen(Regression):
@@ -241,6 +242,37 @@ class Rebinding(Regression):
 def test_metrics_that_give_weights_other_memory_are_refused_where_a_strategy_keeps_theirs(strategy, tmp_path):
     with pytest.raises(WorkerFailed, match=r"metrics change .* in an evaluation"):
         train_case(tmp_path, Rebinding(), strategy, 2, **EVALUATED)
+
+
+class ActNorm(nn.Module):
+    """A scale and shift that are set from the samples of the first call of all (Glow)."""
+
+    def __init__(self):
+        super().__init__()
+        self.shift = nn.Parameter(torch.zeros(WIDTH, dtype=torch.float64))
+        self.register_buffer("is_set", torch.zeros((), dtype=torch.uint8))
+
+    def forward(self, x):
+        if not self.is_set:
+            self.shift.data.copy_(-x.mean((0, 1)))
+            self.is_set.fill_(1)
+        return x + self.shift
+
+
+class SetByFirstCall(Regression):
+    def build_model(self):
+        torch.manual_seed(4)
+        return nn.Sequential(ActNorm(), nn.Linear(WIDTH, 1, dtype=torch.float64))
+
+
+def test_model_that_its_first_call_sets_is_set_by_training_and_not_by_the_rehearsal(tmp_path):
+    task, settings = SetByFirstCall(), {"global_batch_size": 8, "samples": 16, "seed": 3}
+    run = train_case(tmp_path, task, **settings)
+    shift = weights_of(run)["0.shift"]
+    assert json.loads((run / "summary.json").read_text())["not_preserved"] == []
+    order = SampleOrder(len(task.train_data()), 8, seed=3)
+    first = torch.stack([task.train_data()[int(place)][0] for place in order.permutation(0)[:8]])
+    assert float((shift + first.mean((0, 1))).abs().max()) < 0.2  # two steps of training are small
 
 
 class CopyingModel(nn.Module):

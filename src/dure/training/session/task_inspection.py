@@ -261,28 +261,42 @@ class TaskInspection:
 
     def _tried_in_evaluation(self) -> dict[str, Any]:
         """Return the parameters that loss and metrics write in an evaluation, and whether they accept training data."""
-        strategy, model, fetch = self.strategy, self.model, self._fetch()
-        without_collectives = no_collectives if strategy.group.world_size > 1 else contextlib.nullcontext
         written: dict[str, None] = {}
         try:
             for call in (self.task.metrics, self.task.loss):
-                trial = Trial(model, strategy.objects, seed=0, watches_writes=False)
-                with aside(), trial, without_collectives():
-                    model.eval()
-                    perturb(model)  # a momentum encoder may start as a copy: a write of equal values is not seen
-                    before = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
-                    with torch.no_grad(), strategy.precision.autocast():
-                        call(model, fetch(range(2)))
-                    now = dict(model.named_parameters())
-                    changed = [name for name, value in before.items() if name in now and not is_equal(now[name], value)]
-                written |= dict.fromkeys(changed)
-                if (strategy.rules.holds_memory or strategy.rules.undoes_writes) and strategy.group.world_size > 1:
-                    written |= dict.fromkeys(trial.rebound)  # the strategy goes on with the memory that it knows
+                names = self._written_in_evaluation(call)
+                # weights that the first call of all sets are set in training, before any evaluation
+                if names and self._written_in_evaluation(call, is_after_training=True):
+                    written |= dict.fromkeys(names)
         except CollectiveCalled as called:
             return {"collective": called.name}
         except Exception:
             return {}  # the evaluation data may be of another kind
         return {"writes_in_evaluation": tuple(written), "is_evaluable": True}
+
+    def _written_in_evaluation(
+        self, call: Callable[[nn.Module, Any], Any], *, is_after_training: bool = False
+    ) -> list[str]:
+        """Return the parameters that a method of the task writes in an evaluation."""
+        strategy, model, fetch = self.strategy, self.model, self._fetch()
+        without_collectives = no_collectives if strategy.group.world_size > 1 else contextlib.nullcontext
+        trial = Trial(model, strategy.objects, seed=0, watches_writes=False)
+        with aside(), trial, without_collectives():
+            perturb(model)  # a momentum encoder may start as a copy: a write of equal values is not seen
+            with torch.no_grad(), strategy.precision.autocast():
+                if is_after_training:
+                    model.train()
+                    self.task.loss(model, fetch(range(2)))
+                model.eval()
+                before = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+                memory = {name: parameter.data_ptr() for name, parameter in model.named_parameters()}
+                call(model, fetch(range(2)))
+            now = dict(model.named_parameters())
+            written = [name for name, value in before.items() if name in now and not is_equal(now[name], value)]
+            rebound = [name for name, place in memory.items() if name in now and now[name].data_ptr() != place]
+        # a strategy that goes on with the memory that it knows does not see what is written elsewhere
+        is_held = (strategy.rules.holds_memory or strategy.rules.undoes_writes) and strategy.group.world_size > 1
+        return written + rebound * is_held
 
 
 def _hooks_and_frozen(model: nn.Module) -> list[Any]:

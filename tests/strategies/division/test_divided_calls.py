@@ -237,6 +237,18 @@ def test_a_model_that_mixes_samples_is_refused():
         trained_weights("dp", Centred, mean_square, rows(5))
 
 
+def test_a_model_that_freezes_its_parameters_in_forward_is_refused():
+    class Freezing(Net):
+        def forward(self, x: Tensor) -> Tensor:
+            self.last.weight.requires_grad_(False)
+            output = super().forward(x)
+            self.last.weight.requires_grad_(True)
+            return output
+
+    with pytest.raises(TaskInvalid, match="freezes or unfreezes parameters in its forward"):
+        trained_weights("dp", Freezing, mean_square, rows(5))
+
+
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_half_precision_hides_no_mixing_of_samples(dtype):
     class Centred(Net):

@@ -262,7 +262,7 @@ class ActNorm(nn.Module):
 class SetByFirstCall(Regression):
     def build_model(self):
         torch.manual_seed(4)
-        return nn.Sequential(ActNorm(), nn.Linear(WIDTH, 1, dtype=torch.float64))
+        return nn.Sequential(ActNorm(), nn.Linear(WIDTH, WIDTH, dtype=torch.float64))
 
 
 def test_model_that_its_first_call_sets_is_set_by_training_and_not_by_the_rehearsal(tmp_path):

@@ -22,6 +22,9 @@ from dure.strategies.state.module_replicas import Intercepted, Replica, replicat
 from dure.strategies.state.not_gathered import NotGathered
 from dure.torchcompat.modes import is_transforming
 
+_NOT_A_LEAF = "you can only change requires_grad flags of leaf variables"
+"""Text of torch's error for a flag of a replica's parameter, which is computed from the model's own."""
+
 
 class DividedCalls:
     """Interceptor of a model's `forward` while a loss is computed."""
@@ -112,6 +115,13 @@ class DividedCalls:
             self._inside.value = True
             try:
                 output = forward(*args, **kwargs)
+            except RuntimeError as error:
+                if _NOT_A_LEAF not in str(error):
+                    raise
+                raise TaskInvalid(
+                    "the model freezes or unfreezes parameters in its forward, which the replicas on other devices "
+                    "cannot: let the loss do it, around calls of the model, or use ddp"
+                ) from error
             finally:
                 self._inside.value = False
             if versions != [tensor._version for tensor in copies]:

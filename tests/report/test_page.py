@@ -74,6 +74,12 @@ def test_page_when_the_run_has_findings_then_they_come_first(run):
     assert "40 ms of 100 ms" in text
 
 
+def test_page_when_memory_is_on_record_then_has_a_row_for_each_rank():
+    text = own_text(page(RunDir(RUN_FOLDERS / "compared"), []))
+    assert ">Memory</h2>" in text
+    assert text.count("cpu: 3") == 2
+
+
 def test_page_when_records_are_damaged_then_says_how_many_lines_were_left_out(run):
     with run.records_path(0).open("a") as file:
         file.write("{\n" + step_line(step_of(step=2**60)))

@@ -26,6 +26,10 @@ class Samples(Dataset[Any]):
         return torch.full((16,), index / self._num_samples), torch.zeros(1)
 
 
+HOARD: list[Tensor] = []
+"""Memory that a rank keeps besides the model."""
+
+
 class Job(dure.Task):
     """Regression whose parts take as long as its options say."""
 
@@ -40,6 +44,8 @@ class Job(dure.Task):
     late: float = 0.0
     """Seconds by which one rank's loss takes longer."""
     evaluating: float = 0.0
+    hoarded_bytes: int = 0
+    """Bytes that the late rank keeps besides the model."""
 
     def build_model(self) -> nn.Module:
         model = nn.Sequential(nn.Linear(16, 64), nn.ReLU(), nn.Linear(64, 1))
@@ -61,6 +67,8 @@ class Job(dure.Task):
         inputs, targets = batch
         if model.training:
             is_late = int(os.environ.get("RANK", "-1")) == self.late_rank
+            if is_late and self.hoarded_bytes and not HOARD:
+                HOARD.append(torch.ones(self.hoarded_bytes, dtype=torch.uint8))
             time.sleep(self.computing + self.computing_each * len(inputs) + self.late * is_late)
         loss: Tensor = (model(inputs) - targets).square().mean()
         return loss if model.ballast is None else loss + model.ballast[:1].sum()

@@ -32,6 +32,7 @@ SICK: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         {"ballast": 10**7, "computing_each": 0.0055},
         {**TWO, "strategy": "naive_ddp", "backend": "gloo", "comm": "naive", "samples": 1_200},
     ),
+    "memory_imbalance": ({"computing_each": 0.001, "late_rank": 1, "hoarded_bytes": 10**9}, TWO),
     "evaluation_dominates": ({"computing": 0.01, "evaluating": 0.01}, {"eval_every_epochs": 0.2}),
     "checkpoint_stalls": (
         {"ballast": 10**7, "computing": 0.01},

@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from dure.doctor.memory import memory_findings
 from dure.doctor.slowness import slow_findings
 from dure.errors import DureError, RunInvalid
 from dure.failures.record import read_failure
@@ -71,6 +72,7 @@ def diagnose(run: RunDir) -> Diagnosis:
         found += _damaged_records(run, has_ended_well=has_ended_well) if seen.status != "running" else ()
         if not run.is_script and seen.status != "unreadable":
             found += _speed(run, events)
+            found += memory_findings(run.read_spec(), events)
     found.sort(key=lambda finding: (-SEVERITIES.index(finding.severity), -(finding.gain_fraction or 0.0)))
     return Diagnosis(run=str(run.path), status=seen.status, findings=tuple(found))
 

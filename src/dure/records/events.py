@@ -1,7 +1,7 @@
 """Events of a run: a class for each, the table of their names, and conversion to and from lines of `events.jsonl`."""
 
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from functools import cache
 from types import MappingProxyType
@@ -202,6 +202,47 @@ class FirstStepsCompared(Event):
 
 
 @dataclass(frozen=True, kw_only=True)
+class DeviceMemory:
+    """Memory of a device in one process."""
+
+    device: Text
+    """Device as torch names it; `cpu` for the memory of the process itself."""
+    peak: Count
+    """Most bytes so far: on an accelerator those that torch has reserved, on the CPU those of the resident process."""
+    total: Count
+    """Bytes of the whole device, or of the host."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankMemory:
+    """Memory of a rank, in bytes; parameters, gradients, state and buffers are what it holds between two steps."""
+
+    rank: Rank
+    parameters: Count
+    gradients: Count
+    optimizer: Count
+    buffers: Count
+    devices: tuple[DeviceMemory, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class MemoryUsed(Event):
+    """Memory of all ranks so far, recorded with the first and the last checkpoint of an attempt."""
+
+    ranks: tuple[RankMemory, ...]
+
+
+def memory_used(ranks: Sequence[Mapping[str, Any]]) -> MemoryUsed:
+    """Return the event from the results of `dataclasses.asdict` for all ranks, after a JSON round trip."""
+    return MemoryUsed(
+        ranks=tuple(
+            RankMemory(**{**rank, "devices": tuple(DeviceMemory(**device) for device in rank["devices"])})
+            for rank in ranks
+        )
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
 class Warned(Event):
     """Warning about a problem that did not end the run."""
 
@@ -344,6 +385,7 @@ EVENTS: Mapping[str, type[Event]] = MappingProxyType(
         "loss_not_finite": LossNotFinite,
         "not_preserved": NotPreserved,
         "first_steps_compared": FirstStepsCompared,
+        "memory": MemoryUsed,
         "warning": Warned,
         "slow_threads": SlowThreads,
         "restart": Restarted,

@@ -16,7 +16,7 @@ Written = TypeVar("Written")
 
 
 class SpaceWait:
-    """Wait of one process for space, shared by all its writes: the next one after a failure does not begin anew."""
+    """Wait of one process for space, shared by all its writes: the next one after a failure does not begin again."""
 
     def __init__(self) -> None:
         self._deadline: float | None = None

@@ -131,6 +131,7 @@ def page(run: RunDir, findings: Sequence[Finding]) -> str:
         places=places,
         part_rows=[*_part_rows(series)],
         parts=[(PART_NAMES[part], COLORS[part]) for part in series.part_seconds],
+        memory_rows=[*_memory_rows(events)],
         event_rows=[*_event_rows(events[-_MOST_EVENTS:])],
         num_events=len(events),
         differences=[printable(text) for text in differences],
@@ -212,6 +213,18 @@ def _part_rows(series: RunSeries) -> Iterator[tuple[int, list[str]]]:
     """Yield each rank with the milliseconds of each part."""
     for row, rank in enumerate(series.ranks):
         yield rank, [f"{1e3 * seconds[row]:.3f}" for seconds in series.part_seconds.values()]
+
+
+def _memory_rows(events: Sequence[Event]) -> Iterator[tuple[int, list[str]]]:
+    """Yield each rank with what it held, and the peak of each of its devices, as they were recorded last."""
+    used = next((event for event in reversed(events) if isinstance(event, kinds.MemoryUsed)), None)
+    for rank in () if used is None else used.ranks:
+        held = (rank.parameters, rank.gradients, rank.optimizer, rank.buffers)
+        peaks = [
+            f"{printable(each.device)}: {format_bytes(each.peak)} of {format_bytes(each.total)}"
+            for each in rank.devices
+        ]
+        yield rank.rank, [*map(format_bytes, held), ", ".join(peaks)]
 
 
 def _kind(event: Event) -> str:

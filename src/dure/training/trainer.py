@@ -3,6 +3,7 @@
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
+from dataclasses import asdict
 from typing import TypeVar
 
 from dure.errors import GroupShrank, LossNotFinite, ReplicasDiverged
@@ -21,6 +22,7 @@ from dure.training.first_steps.in_one_process import OneProcessSteps
 from dure.training.first_steps.values import NUM_STEPS
 from dure.training.late_inspection import LateInspection
 from dure.training.loop import Boundary, StepOutcome, TrainingLoop
+from dure.training.memory_use import MemoryUse
 from dure.training.progress import Progress
 from dure.training.rehearsal import asked_schedule, rehearse_evaluation
 from dure.training.run_state.capture import Progression
@@ -121,6 +123,8 @@ class Trainer:
             check_sync_batchnorm(session, position.samples_seen)
             check_parts(session, position.samples_seen)
             self.late = LateInspection(session)
+            self.memory_use = MemoryUse(session.strategy)
+            self.is_memory_recorded = False
             self.replicas.begin()
             self.begun_at = (position.samples_seen, position.step)
             self.writer = resources.enter_context(RecordWriter(self.run.records_path(session.group.rank)))
@@ -177,6 +181,7 @@ class Trainer:
     def _before_change(self) -> float:
         """Finish pending reads of the weights before the optimiser changes them; return the seconds waited."""
         self.late.note_step()
+        self.memory_use.note_step()
         self.changes.before_step()
         if self.changes.has_step_hooks:
             self.replicas.note_settings()
@@ -346,8 +351,16 @@ class Trainer:
             self._event(events.NotPreserved(texts=tuple(texts)))
         if self._loaders_differ():
             self._event(events.NotPreserved(texts=(FOLLOWS_STATE,)))
+        if is_last or not self.is_memory_recorded:
+            self.is_memory_recorded = True
+            self._record_memory()
         if lost := lost_shares(self.session.strategy):
             self._report_lost(lost)
+
+    def _record_memory(self) -> None:
+        group = self.session.group
+        used = self._together(lambda: group.all_gather_json(asdict(self.memory_use.now(group.rank))))
+        self._event(events.memory_used(used))
 
     def _loaders_differ(self) -> bool:
         """Return whether loader processes read other samples than this one, which nothing declares; True only once."""

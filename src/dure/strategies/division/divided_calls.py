@@ -42,7 +42,7 @@ class DividedCalls:
         """
         self._counted = {name: buffer for name, buffer in model.named_buffers() if name in counted}
         self._strayed: dict[str, Tensor] = {}
-        """Whether a device has ever set a counted buffer to another value than the first, `()` bool, on that device."""
+        """True, as `()` bool on the first device, for buffers that another device has ever set to another value."""
         self._model = model
         self._devices = devices
         self._threads = threads

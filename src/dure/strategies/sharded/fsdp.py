@@ -188,7 +188,7 @@ class FSDP(ShardedStrategy):
         return faults
 
     def _find_units(self, model: nn.Module) -> list[Unit]:
-        """Return the units; of those that nobody named, without the ones that ranks may use differently often."""
+        """Return the units; of those that were found, without the ones that ranks may use differently often."""
         units = find_units(model, self.options.units)
         return [unit for unit in units if self.options.units is not None or not self._varies(unit)]
 
@@ -540,7 +540,8 @@ class FSDP(ShardedStrategy):
         """Return the bytes of all gathers and reductions, and of the facts."""
         keeps = not self.options.reshard_after_forward
         world_size = self.group.world_size
-        num_facts = 4 + len(self.trainable) + len(self._own_scalars) + (self.division is not None)
+        num_facts = 4 + len(self.trainable) + len(self._own_scalars)
+        num_facts += (self.division is not None) + (self._unit_calls is not None)
         facts_bytes = 2 * (world_size - 1) * num_facts * self.sums.dtype.itemsize // world_size
         gathers = sum(unit.gather_bytes for unit in self.gathered)
         if not keeps:

@@ -101,6 +101,22 @@ def test_run_when_state_counts_calls_then_nothing_is_declared(trained, tmp_path)
     assert declared(run) == []
 
 
+class FilledLater(Controlled):
+    """A task that keeps outputs in an attribute that is None at first, and NaN in another."""
+
+    def build_model(self):
+        self.outputs, self.worst = None, 0.0
+        return super().build_model()
+
+    def loss(self, model, batch):
+        self.outputs, self.worst = model(batch[0])[0].detach(), float("nan")
+        return super().loss(model, batch)
+
+
+def test_attribute_that_becomes_a_tensor_is_no_single_value(tmp_path):
+    train_case(tmp_path, FilledLater(kind="counter"), "ddp", 2, **STEPS)
+
+
 def test_paths_differ_if_any_two_ranks_that_have_them_differ():
     assert differing([{"a": "1", "b": "1"}, {"a": "1", "b": "2"}, {}]) == ["b"]
     assert differing([{"a": "1"}, {"a": "1", "b": "2"}]) == ["b"]  # a flag that one rank alone has changed

@@ -83,7 +83,9 @@ class CountedState:
         self._digests[path] = zlib.crc32(repr(value).encode(), self._digests.get(path, 0))
 
     def _plain_values(self) -> list[object]:
-        return [self._task.get(name) for name in self._plain]
+        """Return the attributes' values; of one that has become anything else, a tensor for example, its class."""
+        values = map(self._task.get, self._plain)
+        return [value if type(value) in _PLAIN else type(value) for value in values]
 
 
 def differing(digests: Sequence[Mapping[str, str]]) -> list[str]:

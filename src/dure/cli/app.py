@@ -66,6 +66,14 @@ VERBS = {
         "doctor",
         "Explain a run: which rank failed or hung first, where, what makes it slow, and what to do.",
     ),
+    "compare": Verb(
+        "compare",
+        "Compare strategies on a task by short runs in turns: speed, memory, bytes, losses, what is not preserved.",
+    ),
+    "scale": Verb(
+        "compare",
+        "Measure a task on more and more processes: speed, what is lost to what, where to stop.",
+    ),
     "report": Verb(
         "report",
         "Write a run as one HTML page, which opens offline: findings, losses, times, lateness, events, settings.",

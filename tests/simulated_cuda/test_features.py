@@ -228,6 +228,10 @@ def test_commands_on_devices(dure_command, tmp_path):
     settings = ("--device", "cuda", "--nproc", 2, "--global-batch-size", 7, "--samples", 35, "--name", "run")
     assert "completed" in dure_command("train", TASK, "--strategy", "ddp", *settings).lower()
     assert json.loads((tmp_path / "runs/run/summary.json").read_text())["status"] == "completed"
+    events = map(json.loads, (tmp_path / "runs/run/events.jsonl").read_text().splitlines())
+    *_, memory = (event for event in events if event["event"] == "memory")
+    assert [device["device"] for rank in memory["ranks"] for device in rank["devices"]] == ["cuda:0", "cuda:1"]
+    assert all(0 < device["peak"] <= device["total"] for rank in memory["ranks"] for device in rank["devices"])
     dure_command("eval", "runs/run", "--device", "cuda")
     dure_command("export", "runs/run", "weights.safetensors")
     assert (tmp_path / "weights.safetensors").exists()

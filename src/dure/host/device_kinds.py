@@ -298,6 +298,14 @@ def memory_of(device: Any) -> tuple[int, int] | None:
     return None
 
 
+def peak_memory_of(device: Any) -> int | None:
+    """Return the most bytes that torch has reserved on a device in this process; None if the kind does not tell."""
+    read = getattr(_module(device.type), "max_memory_reserved", None)
+    with suppress(RuntimeError, NotImplementedError):
+        return None if read is None else int(read(device))
+    return None
+
+
 def name_of_device(kind: str) -> str:
     """Return the product name of the first device of a kind, or the kind if it has none."""
     name = getattr(_module(kind), "get_device_name", None) if kind != HOST else None

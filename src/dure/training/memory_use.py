@@ -3,12 +3,11 @@
 import resource
 import sys
 from collections.abc import Iterable, Sequence
-from contextlib import suppress
 
 import torch
 from torch import Tensor
 
-from dure.host.device_kinds import memory_of
+from dure.host.device_kinds import memory_of, peak_memory_of
 from dure.host.devices import total_memory_bytes
 from dure.records.events import DeviceMemory, RankMemory
 from dure.strategies.contract.strategy import Strategy
@@ -59,12 +58,10 @@ def num_bytes_of(values: Iterable[object]) -> int:
 def _devices(devices: Sequence[torch.device]) -> Iterable[DeviceMemory]:
     if all(device.type == "cpu" for device in devices):
         # kilobytes on Linux, and bytes on macOS
-        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
-        yield DeviceMemory(device="cpu", peak=peak, total=total_memory_bytes())
+        resident = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+        yield DeviceMemory(device="cpu", peak=resident, total=total_memory_bytes())
         return
     for device in devices:
-        if (memory := memory_of(device)) is not None:
-            with suppress(RuntimeError, NotImplementedError):
-                yield DeviceMemory(
-                    device=str(device), peak=int(torch.accelerator.max_memory_reserved(device)), total=memory[1]
-                )
+        memory, peak = memory_of(device), peak_memory_of(device)
+        if memory is not None and peak is not None:
+            yield DeviceMemory(device=str(device), peak=peak, total=memory[1])

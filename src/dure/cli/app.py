@@ -56,7 +56,10 @@ VERBS = {
     ),
     "eval": Verb("evaluate", "Measure a run's best checkpoint on the evaluation data, every sample once."),
     "export": Verb("export", "Write a run's weights, under the model's own names, into one safetensors file."),
-    "export-records": Verb("export_records", "Write a run's step records or evaluations into one CSV or Parquet file."),
+    "export-records": Verb(
+        "export_records",
+        "Write a run's records as a table (CSV, Parquet), or its last steps as a timeline for Perfetto (JSON).",
+    ),
     "strategies": Verb(
         "strategies", "Show the strategies: what each divides, what it preserves of the one-device run, what it needs."
     ),

@@ -2,13 +2,16 @@
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 from cyclopts import Parameter
 
 from dure.cli.output import JsonFlag
-from dure.errors import RunInvalid
+from dure.errors import Misuse, RunInvalid
 from dure.terminal import few, one_line, print_json, print_status, print_text, shell_word
+
+if TYPE_CHECKING:
+    from dure.records.run_dir import RunDir
 
 
 def read(tokens: list[str]) -> tuple[list[str], Callable[..., None]]:
@@ -18,22 +21,28 @@ def read(tokens: list[str]) -> tuple[list[str], Callable[..., None]]:
 
 def export_records(
     run: Annotated[Path, Parameter(help="the run's folder")],
-    file: Annotated[Path, Parameter(help="what to write: .csv or .parquet")],
+    file: Annotated[Path, Parameter(help="what to write: a table (.csv, .parquet) or a timeline (.json)")],
     /,
     *,
     table: Annotated[Literal["steps", "evaluations"], Parameter(help="a row for each step and rank, or evaluation")] = (
         "steps"
     ),
+    steps: Annotated[int, Parameter(help="steps of a timeline, the last ones of the run")] = 100,
     json: JsonFlag = False,
 ) -> None:
-    """Write a run's step records or evaluations into one CSV or Parquet file."""
+    """Write a run's records as a table (CSV, Parquet), or its last steps as a timeline for Perfetto (JSON)."""
     from dure.records.run_dir import RunDir
-    from dure.report.record_tables import check_file, read_table, write_table
+    from dure.report.record_tables import TRACE, check_file, read_table, write_table
 
     check_file(file)
+    if steps < 1:
+        raise Misuse(f"--steps is {steps} but must be at least 1")
     opened = RunDir.open(run, or_script=True)
     if opened.is_script:
         raise RunInvalid(f"{run} is the run of a script (`dure run`), which has no records of steps and evaluations")
+    if file.suffix == TRACE:
+        _write_timeline(opened, file, steps, json=json)
+        return
     found = read_table(opened, table)
     write_table(found, file)
     if not found.num_rows:
@@ -55,3 +64,13 @@ def export_records(
     rows = f"{found.num_rows:,} row{'' if found.num_rows == 1 else 's'} of {len(found.columns)} columns"
     left_out = f"; damaged lines left out: {found.num_left_out:,}" if found.num_left_out else ""
     print_text(one_line(f"{file}: {rows}{left_out}"))
+
+
+def _write_timeline(run: "RunDir", file: Path, steps: int, *, json: bool) -> None:
+    from dure.report.trace import write_trace
+
+    num_steps = write_trace(run, file, steps)
+    if json:
+        print_json({"file": str(file), "num_steps": num_steps})
+    else:
+        print_text(one_line(f"{file}: {num_steps:,} step{'' if num_steps == 1 else 's'}; open it in ui.perfetto.dev"))

@@ -18,6 +18,8 @@ from dure.records.step_record import StepRecord
 from dure.report.whole_file import written_whole
 from dure.terminal import printable
 
+TRACE = ".json"
+"""Ending of a timeline, which is no table."""
 _WHOLE = ("step", "epoch", "samples_seen", "sent_bytes")
 _MOST_WHOLE = 2.0**63
 _MOST_MISSING = 64
@@ -116,9 +118,9 @@ def check_file(path: Path) -> None:
         Misuse: The ending is not supported, or the folder does not exist.
         EnvironmentLacks: pyarrow is not installed, and the file is Parquet.
     """
-    if path.suffix not in _WRITERS:
+    if path.suffix not in (*_WRITERS, TRACE):
         ending = f"has the ending {path.suffix}" if path.suffix else "has no ending"
-        raise Misuse(f"{path} {ending}: use one of {', '.join(_WRITERS)}")
+        raise Misuse(f"{path} {ending}: use one of {', '.join((*_WRITERS, TRACE))}")
     if not path.parent.is_dir():
         raise Misuse(f"{path}: there is no folder {path.parent}; make it first")
     if path.suffix == ".parquet":

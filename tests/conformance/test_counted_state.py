@@ -1,7 +1,9 @@
 """State that moves alike on all samples that were tried, and on others does not: ranks and devices notice."""
 
 import json
+from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -99,6 +101,34 @@ def test_run_when_state_counts_calls_then_nothing_is_declared(trained, tmp_path)
     run = train_case(tmp_path, Controlled(kind="counter"), "ddp", 2, **STEPS)
     assert largest_difference(weights_of(run), one) < 1e-12
     assert declared(run) == []
+
+
+class Flagged(Controlled):
+    """A flag that hardly any batch sets, kept in several ways."""
+
+    def build_model(self):
+        self.flags = {"is_hard": False}
+        self.held = SimpleNamespace(is_hard=np.bool_(False))
+        return super().build_model()
+
+    def loss(self, model, batch):
+        out, _ = model(batch[0])
+        loss = F.binary_cross_entropy_with_logits(out, batch[1])
+        was_hard, is_hard = self.flags["is_hard"], bool(batch[0][:, 0].mean() > 0.1)
+        model.is_hard = self.flags["is_hard"] = is_hard
+        self.held.is_hard = np.bool_(is_hard)
+        if is_hard:
+            self.found = True
+        elif hasattr(self, "found"):
+            del self.found
+        return loss * (2.0 if was_hard else 1.0)
+
+
+def test_flags_that_are_set_back_are_declared_wherever_they_are_kept(tmp_path):
+    texts = " ".join(declared(train_case(tmp_path, Flagged(), "ddp", 2, **STEPS)))
+    assert [
+        path for path in ("task.flags", "task.held.is_hard", "task.found", "model.is_hard") if path not in texts
+    ] == []
 
 
 class FilledLater(Controlled):

@@ -10,14 +10,15 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from dure.strategies.contract.strategy import Strategy
-from dure.strategies.state.objects.namespaces import ATOMS
-from dure.strategies.state.objects.object_state import ObjectState
+from dure.strategies.state.objects.object_state import ObjectState, is_inside, is_small_value
+from dure.strategies.state.objects.state_places import Place
 
-_MOST_ITEMS = 16
-"""Maximum items of a container that is read after every step; others are read only before ranks compare."""
+_FIRST_STEPS = 64
+"""Steps after each of which all small state is looked at; later, a look follows so many steps that it costs little."""
+_PLACES_PER_STEP = 20
+"""Number of places for which a look may cost a step, on average: about ten microseconds."""
 _PLAIN = (bool, int, float, str, type(None))
 
 
@@ -33,10 +34,16 @@ class CountedState:
         """
         is_compared = strategy.group.world_size > 1 and strategy.is_synchronous and not strategy.rules.divides_model
         traits = strategy.traits
-        paths = [path for path in traits.counted_state if path not in traits.cached_state] if is_compared else []
-        state = ObjectState({**strategy.objects, "model": strategy.model}) if paths else None
-        self._readers: Mapping[str, Callable[[], Any]] = {} if state is None else state.readers(paths)
-        self._each_step = [path for path in self._readers if state is not None and _is_small(state.first.get(path))]
+        # masks and tables that a rank makes when it first needs them may be of other sizes than those of another
+        cached = traits.cached_state if is_compared else ()
+        paths = [path for path in traits.counted_state if path not in cached] if is_compared else []
+        state = ObjectState({**strategy.objects, "model": strategy.model}) if paths or cached else None
+        self._readers: Mapping[str, Callable[[], Any]] = {} if state is None else state.readers(paths, cached)
+        self._each_step = [
+            path
+            for path in self._readers
+            if state is not None and (path in cached or is_small_value(state.first.get(path)))
+        ]
         self._digests = dict.fromkeys(self._readers, 0)
         self._task = vars(strategy.objects["task"])
         known = {*traits.learned_state, *self._readers}
@@ -48,6 +55,12 @@ class CountedState:
         """Attributes of the task that are single values."""
         self._last = self._plain_values()
         self._num_steps = 0
+        self._strategy = strategy if is_compared else None
+        self._known = (*known, *traits.cached_state, *(f"task.{name}" for name in self._plain))
+        self._places: list[Place] = []
+        """Places of small state whose change no trial has shown."""
+        self._stride = 1
+        self._begin_look()
         names = traits.supposed_buffers if is_compared else ()
         self._buffers = [(name, buffer) for name, buffer in strategy.model.named_buffers() if name in names]
         self._sums = [torch.zeros((), dtype=torch.float64, device=buffer.device) for _, buffer in self._buffers]
@@ -61,6 +74,8 @@ class CountedState:
                 if now != before:
                     self._fold(f"task.{name}", (self._num_steps, now))
             self._last = values
+        if self._places and (self._num_steps <= _FIRST_STEPS or not self._num_steps % self._stride):
+            self._look()
         for total, (_, buffer) in zip(self._sums, self._buffers, strict=True):
             # weighted by the steps before, so that a difference in one step is not undone by that in another
             total.mul_(1.25).remainder_(1e6).add_(buffer.detach().sum(dtype=torch.float64))
@@ -68,6 +83,28 @@ class CountedState:
     def leave_out_changes(self) -> None:
         """Leave out what has changed single values since the last step: an evaluation, which is declared elsewhere."""
         self._last = self._plain_values()
+        self._begin_look()
+
+    def _begin_look(self) -> None:
+        """Take the current values of all small state as those from which changes are counted."""
+        if self._strategy is None:
+            return
+        state = ObjectState({**self._strategy.objects, "model": self._strategy.model})
+        self._places = [
+            place
+            for place in state.small_places()
+            if place.names is not None or not any(is_inside(place.path, path) for path in self._known)
+        ]
+        self._stride = -(-len(self._places) // _PLACES_PER_STEP)
+
+    def _look(self) -> None:
+        for place in self._places:
+            if not place.has_changed():
+                continue
+            found = {place.path: place.value()} if place.names is None else place.value()
+            for path, value in found.items():
+                if not any(is_inside(path, known) for known in self._known):
+                    self._fold(path, (self._num_steps, value))
 
     def digests(self) -> dict[str, str]:
         """Return a digest of all values so far by path, equal on ranks that had the same in every step."""
@@ -93,11 +130,3 @@ def differing(digests: Sequence[Mapping[str, str]]) -> list[str]:
     recorded = [each for each in digests if each]
     paths = dict.fromkeys(path for each in recorded for path in each)
     return [path for path in paths if len({each.get(path) for each in recorded}) > 1]
-
-
-def _is_small(value: object) -> bool:
-    if isinstance(value, Tensor):
-        return value.device.type == "cpu" and value.numel() <= _MOST_ITEMS
-    if isinstance(value, list | tuple | dict):
-        return len(value) <= _MOST_ITEMS
-    return isinstance(value, ATOMS)

@@ -91,6 +91,8 @@ _MOST_OBJECTS = 5_000
 """Maximum number of objects and containers searched in one walk; all others are compared by identity."""
 _MOST_CACHED = 100
 """Maximum number of values searched in the cache of a function."""
+_MOST_SMALL = 16
+"""Maximum number of items of a small value."""
 _MOST_LEVELS = 60
 """Maximum nesting of objects in a walk."""
 
@@ -177,21 +179,35 @@ class ObjectState:
                 found |= {place.path: place.value()} if place.names is None else place.value()
         return found
 
-    def readers(self, paths: Iterable[str]) -> dict[str, Callable[[], Any]]:
+    def small_places(self) -> list[Place]:
+        """Return the places of small plain values on the host, such as flags, without generators and caches."""
+
+        def is_small(place: Place) -> bool:
+            if place.is_generator or place.is_derived:
+                return False
+            return place.names is not None or is_small_value(self.first.get(place.path))
+
+        return [place for place in self._places if is_small(place)]
+
+    def readers(self, paths: Iterable[str], small: Collection[str] = ()) -> dict[str, Callable[[], Any]]:
         """Return functions that return the current content of state, by its path, to compare it between processes.
 
         Args:
             paths: Paths of attributes, which need not be set yet, and of other places; unknown ones are left out.
+            small: Paths of attributes that are read as None as long as they are not small.
         """
         places = {place.path: place.value for place in self._places if place.names is None}
 
         def reader(path: str) -> Callable[[], Any] | None:
             owner, _, name = path.rpartition(".")
             if owner in self.owners and name.isidentifier():
-                return lambda: comparable(vars(self.owners[owner]).get(name))
-            return places.get(path)
+                return lambda: content(vars(self.owners[owner]).get(name), path in small)
+            return None if path in small else places.get(path)
 
-        return {path: found for path in paths if (found := reader(path)) is not None}
+        def content(value: object, is_only_if_small: bool) -> Any:
+            return None if is_only_if_small and not is_small_value(value) else comparable(value)
+
+        return {path: found for path in (*paths, *small) if (found := reader(path)) is not None}
 
     def take_changed(self, *, is_thorough: bool = False) -> set[Holder]:
         """Return the holders of changed state, including generators.
@@ -509,6 +525,17 @@ class ObjectState:
                 for number, hook in enumerate(registered.values()):
                     self._walk(f"{path}.{hooks}[{number}]", hook)
         self._holder = outer
+
+
+def is_small_value(value: object) -> bool:
+    """Return whether a value is quick to read after every step, without waiting for a device."""
+    if isinstance(value, Tensor):
+        return value.device.type == "cpu" and value.numel() <= _MOST_SMALL
+    if isinstance(value, Mapping):
+        return len(value) <= _MOST_SMALL and all(isinstance(item, (*ATOMS, np.generic)) for item in value.values())
+    if isinstance(value, list | tuple | deque):
+        return len(value) <= _MOST_SMALL and all(isinstance(item, (*ATOMS, np.generic)) for item in value)
+    return isinstance(value, (*ATOMS, np.generic))
 
 
 def is_searched_method(value: object) -> bool:

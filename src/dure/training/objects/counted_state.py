@@ -15,7 +15,7 @@ from dure.strategies.contract.strategy import Strategy
 from dure.strategies.state.objects.object_state import ObjectState, is_inside, is_small_value
 from dure.strategies.state.objects.state_places import Place
 
-_FIRST_STEPS = 64
+_FIRST_STEPS = 32
 """Steps after each of which all small state is looked at; later, a look follows so many steps that it costs little."""
 _PLACES_PER_STEP = 20
 """Number of places for which a look may cost a step, on average: about ten microseconds."""

@@ -16,6 +16,7 @@ from dure.strategies.state.batchnorm import FrozenStatistics
 from dure.strategies.state.objects.object_state import ObjectState
 from dure.strategies.state.trial import KeptBuffers
 from dure.training.inspection.additivity import tolerance_of
+from dure.training.inspection.loss_calls import NUM_SAMPLES
 from dure.training.inspection.loss_inspection import LossInspection
 from dure.training.objects.counted_state import CountedState, differing
 from dure.training.rehearsal import few_losses
@@ -52,6 +53,8 @@ class LateInspection:
         self._looked_at = time.monotonic()
         self._place = 0
         """Place, in the order of training, of the first sample for the next comparison."""
+        self._gradients_at = 0
+        """The same for the next comparison of gradients, which is of few samples each time."""
 
     @property
     def declared(self) -> list[str]:
@@ -152,7 +155,9 @@ class LateInspection:
         inspection = self._inspection()
         num_samples = session.order.num_samples
         # other samples each time, to find rare cases
-        figures, self._place = inspection.late_difference(self._place, num_samples, most_seconds)
+        at = self._gradients_at if self._gradients_at + 1 < num_samples else 0
+        figures, self._place = inspection.late_difference(self._place, num_samples, most_seconds, at)
+        self._gradients_at = at + NUM_SAMPLES
         if self._place >= num_samples - 1:
             self._place = 0
         return figures

@@ -727,6 +727,23 @@ def test_late_comparison_of_a_slow_loss_goes_on_with_other_samples_and_with_more
     assert inspection.late_difference(0, 300, most_seconds=60.0)[1] == 300
 
 
+@pytest.mark.parametrize("period", [4, 16])
+def test_loss_that_has_a_term_of_the_batch_in_one_of_several_calls_is_found(period):
+    class Lazy:
+        step = 0
+
+        def __call__(self, model, batch):
+            self.step += 1
+            out = model(batch)
+            term = out.mean(0).square().sum() if self.step % period == 0 else 0.0
+            return out.square().mean() + term
+
+    lazy, x = Lazy(), torch.randn(64, 4, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    inspection = inspection_of(lazy, nn.Linear(4, 2).double(), lambda places: x[list(places)])
+    inspection.calls.objects = {"loss": lazy}
+    assert "in some of its calls" in inspection.traits(64).not_additive
+
+
 def surrogate(output):
     """Return the mean square, with a gradient that is divided by its norm over the batch."""
     gradient = output.detach() / (1e-9 + output.detach().norm())

@@ -241,19 +241,22 @@ class Additivity:
             return self._difference(whole, parts), at
         return None, at
 
-    def late_difference(self, begin: int, num_samples: int, most_seconds: float = 0.0) -> tuple[str | None, int]:
+    def late_difference(
+        self, begin: int, num_samples: int, most_seconds: float = 0.0, gradients_at: int | None = None
+    ) -> tuple[str | None, int]:
         """Compare the losses of samples with those of their parts, and gradients of the first of them, during the run.
 
         Args:
             begin: Place of the first sample.
             num_samples: Number of available samples.
             most_seconds: Seconds that it may take in any case; about a second if that is more.
+            gradients_at: Place of the first sample whose gradients are compared; None for `begin`.
 
         Returns:
             Figures of a difference, or None, and the place after the last sample inspected.
         """
         started = time.monotonic()
-        if figures := self.late_gradients(begin, num_samples):
+        if figures := self.late_gradients(begin if gradients_at is None else gradients_at, num_samples):
             return figures, begin
         figures, end = self.difference_of_many(begin, num_samples, 0.0, started, most_seconds)
         # if there was no time for more, the next comparison goes on after these, and not with them again

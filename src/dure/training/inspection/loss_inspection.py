@@ -36,6 +36,8 @@ _SLOWEST_CALL_SECONDS = 4.0
 """Seconds of a call on half of the first samples beyond which no further call is made."""
 _LATER_CALLS = 12
 """Calls made before the loss is inspected again, because its behaviour may change after a few."""
+_PERIOD = 16
+"""Number of successive calls in each of which a loss that counts its calls is compared with its parts."""
 _LATER_GROUPS = 3
 """Further groups of samples on which a loss is compared with its parts: the first ones may not be typical."""
 _FEW = NUM_SAMPLES * (1 + _LATER_GROUPS)
@@ -286,13 +288,15 @@ class LossInspection:
         except (Exception, CollectiveCalled):
             return None  # more samples at once may need more memory than there is
 
-    def late_difference(self, begin: int, num_samples: int, most_seconds: float = 0.0) -> tuple[str | None, int]:
+    def late_difference(
+        self, begin: int, num_samples: int, most_seconds: float = 0.0, gradients_at: int | None = None
+    ) -> tuple[str | None, int]:
         """Compare the losses of samples with those of their parts during the run, as `Additivity.late_difference`."""
         if self._opaque():  # it may be of a later time than the inspection before training
             return None, num_samples
         try:
             with self._without_collectives(), sharing_state():
-                figures, end = self._additivity.late_difference(begin, num_samples, most_seconds)
+                figures, end = self._additivity.late_difference(begin, num_samples, most_seconds, gradients_at)
                 return figures or self._whole_batch.difference(num_samples, is_training=True), end
         except CollectiveCalled:
             return None, num_samples  # the other ranks make that call in their steps
@@ -495,6 +499,7 @@ class LossInspection:
         while len(batches) < _LATER_CALLS and time.monotonic() < deadline:
             batches.append(self.calls.fetch(groups[len(batches) % len(groups)]))  # changes made by reading stay
         written = Trial(self.calls.model, self.calls.objects, seed=1, watches_writes=False)
+        before = ObjectState({**self.calls.objects, "model": self.calls.model})
         with aside(), written:
             self.calls.model.train()
             fed = FedState(self.calls.model, self.calls.objects)
@@ -517,6 +522,8 @@ class LossInspection:
                 if not_additive is not None or time.monotonic() > deadline:
                     break
                 not_additive = self._additivity.difference_of(places)
+            if not_additive is None and before.changed():
+                not_additive = self._difference_in_later_calls(batches, groups, deadline)
             is_of_model = not_additive is not None and not self._additivity.is_model_additive(
                 num_samples, len(groups[0])
             )
@@ -533,6 +540,22 @@ class LossInspection:
             tuple(written.buffers),
             tuple(called.varying()),
         )
+
+    def _difference_in_later_calls(
+        self, batches: Sequence[Any], groups: Sequence[range], deadline: float
+    ) -> str | None:
+        """Return the figures of a loss that counts its calls, and does not add up in some of them, or None.
+
+        One in four or in sixteen may have a term of the whole batch (lazy regularisation). Only a trial may call this.
+        """
+        for number in range(_PERIOD):
+            if time.monotonic() > deadline:
+                return None
+            with torch.enable_grad(), self.calls.autocast():
+                self.calls.loss(self.calls.model, batches[number % len(batches)])
+            if figures := self._additivity.difference_of(groups[number % len(groups)]):
+                return f"{figures} (in some of its calls)"
+        return None
 
 
 def _beginning(tensor: Tensor) -> tuple[Any, ...] | None:

@@ -147,6 +147,32 @@ def test_attribute_that_becomes_a_tensor_is_no_single_value(tmp_path):
     train_case(tmp_path, FilledLater(kind="counter"), "ddp", 2, **STEPS)
 
 
+class Rebinding(Controlled):
+    """A model that puts another tensor in the place of its counter in every call."""
+
+    def build_model(self):
+        class Counting(nn.Linear):
+            def forward(self, x):
+                self.count = self.count + 1
+                return super().forward(x)[:, 0], self.count * 1e-3
+
+        torch.manual_seed(1)
+        self.beta, self.calls = 1.0, 0
+        model = Counting(4, 1, dtype=torch.float64)
+        model.register_buffer("count", torch.zeros((), dtype=torch.float64))
+        return model
+
+
+@pytest.mark.parametrize("strategy", ["dp", "ddp"])
+def test_buffer_that_is_replaced_in_every_call_is_read_where_it_is(strategy, trained, tmp_path):
+    settings = {**STEPS, "eval_every_epochs": 1e6}
+    one = weights_of(trained(Rebinding(kind="buffer"), **settings))
+    run = train_case(tmp_path, Rebinding(kind="buffer"), strategy, 2, **settings)
+    assert largest_difference(weights_of(run), one) < 1e-12
+    assert declared(run) == []
+
+
 def test_paths_differ_if_any_two_ranks_that_have_them_differ():
     assert differing([{"a": "1", "b": "1"}, {"a": "1", "b": "2"}, {}]) == ["b"]
     assert differing([{"a": "1"}, {"a": "1", "b": "2"}]) == ["b"]  # a flag that one rank alone has changed
+    assert differing([{"a": "1"}, {"a": ""}]) == []  # an evaluation changed it, which is declared elsewhere

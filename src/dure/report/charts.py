@@ -35,6 +35,8 @@ KINDS = ("checkpoint", "evaluation", "restart", "failure", "hang", "other")
 _HEIGHT = 260
 _AROUND, _ROW_HEIGHT = 70, 24
 """Height in pixels of what surrounds a chart with rows, and of each row."""
+_MOST_HEIGHT = 1_600
+"""Maximum height in pixels of the rows of a chart: browsers limit the size of a canvas."""
 _MOST_ROWS = 16
 """Maximum number of ranks that are labelled; further ones have narrower rows."""
 
@@ -74,7 +76,7 @@ def parts_chart(series: RunSeries) -> "figure":
     ranks = [str(rank) for rank in series.ranks]
     plot = _figure(
         y_range=ranks[::-1],
-        height=_AROUND + _ROW_HEIGHT * len(ranks),
+        height=_AROUND + min(_ROW_HEIGHT * len(ranks), _MOST_HEIGHT),
         x_axis_label="milliseconds of a mean step",
         y_axis_label="rank",
         tooltips=[("rank", "@rank"), ("part", "$name"), ("ms", "@$name{0.000}")],

@@ -42,7 +42,8 @@ if TYPE_CHECKING:
 
 _TEMPLATE = Path(__file__).with_name("page.html.jinja")
 _MOST_METRICS = 12
-_MOST_EVENTS = 300
+_MOST_EVENTS, _MOST_DRAWN = 300, 5_000
+"""Maximum number of events in the table and in the chart, the last ones of the run."""
 _MOST_TEXT = 2_000
 _MOST_SETTING = 300
 _FAILURES = (kinds.Failed, kinds.RankLost, kinds.LossNotFinite, kinds.ReplicasDiverged, kinds.StepSkipped)
@@ -205,7 +206,8 @@ def _sections(series: RunSeries, events: Sequence[Event], charts: dict[str, "fig
         )
     if events:
         begin = events[0].time
-        shown = [TimelineEvent(seconds=event.time - begin, kind=_kind(event)) for event in events]
+        drawn = events[-_MOST_DRAWN:]
+        shown = [TimelineEvent(seconds=event.time - begin, kind=_kind(event)) for event in drawn]
         yield section("Events", "", timeline_chart(shown))
 
 

@@ -1,5 +1,6 @@
 """Files that appear completely or not at all."""
 
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -14,7 +15,7 @@ def written_whole(path: Path) -> Iterator[Path]:
     Raises:
         Misuse: The system refuses the file.
     """
-    new = path.with_name(f".{path.name}.writing")
+    new = path.parent / f".{path.name}.{os.getpid()}.writing"
     try:
         new.unlink(missing_ok=True)  # a link in its place would be followed
         try:

@@ -35,6 +35,7 @@ from dure.torchcompat.modes import without_function_modes
 from dure.torchcompat.tensors import local_tensor
 from dure.training.best_metric import Best
 from dure.training.inspection.collectives import CollectiveCalled, no_collectives
+from dure.training.inspection.loss_calls import perturb
 from dure.training.inspection.phases import positions_of
 from dure.training.loop import check_schedule
 from dure.training.session.evaluation import check_counts, evaluate
@@ -381,9 +382,10 @@ def _after_first_call(session: Session) -> Iterator[None]:
     objects, buffers = ObjectState({**strategy.objects, "model": model}), KeptBuffers(model)
     weights = [(parameter, parameter.detach().clone()) for parameter in model.parameters()]
     try:
-        with kept_global_randomness(*strategy.devices), torch.no_grad(), strategy.precision.autocast():
+        with kept_global_randomness(*strategy.devices), torch.enable_grad(), strategy.precision.autocast():
             model.train()
             session.task.loss(model, strategy.example(_NUM_SAMPLES))
+        perturb(model)  # as a step does: else a write of what is there already would not be seen
         yield
     finally:
         objects.put_back()

@@ -275,6 +275,40 @@ def test_model_that_its_first_call_sets_is_set_by_training_and_not_by_the_rehear
     assert float((shift + first.mean((0, 1))).abs().max()) < 0.2  # two steps of training are small
 
 
+class Following(Regression):
+    """A teacher that the loss sets to the student after it has computed, in training alone or in evaluations too."""
+
+    in_evaluations: bool = False
+
+    def build_model(self):
+        torch.manual_seed(4)
+        model = nn.Linear(WIDTH, WIDTH, dtype=torch.float64)
+        model.teacher = copy.deepcopy(model).requires_grad_(False)
+        return model
+
+    def loss(self, model, batch):
+        x, y, *_ = batch
+        loss = (model(x) - y).square().mean() + (model(x) - model.teacher(x)).square().mean()
+        if model.training:
+            leaf = x.clone().requires_grad_()
+            (gradient,) = torch.autograd.grad(model(leaf).sum(), leaf, create_graph=True)
+            loss = loss + gradient.square().mean()
+        if model.training or self.in_evaluations:
+            for own, other in zip(model.teacher.parameters(), [model.weight, model.bias], strict=True):
+                own.data.copy_(other)
+        return loss
+
+
+@pytest.mark.parametrize("strategy", ["single", "ddp"])
+def test_teacher_that_training_alone_moves_trains_with_what_needs_gradients(strategy, tmp_path):
+    train_case(tmp_path, Following(), strategy, 2 if strategy == "ddp" else 1, global_batch_size=8, samples=16)
+
+
+def test_teacher_that_evaluations_move_too_is_refused_although_they_write_what_training_wrote(tmp_path):
+    with pytest.raises(WorkerFailed, match=r"metrics change teacher\.weight, .* in an evaluation"):
+        train_case(tmp_path, Following(in_evaluations=True), "ddp", 2, global_batch_size=8, samples=16)
+
+
 class CopyingModel(nn.Module):
     """Makes a copy of its layers in the first evaluation."""
 

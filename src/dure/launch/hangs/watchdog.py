@@ -159,7 +159,7 @@ class Watchdog:
         if seconds <= LEAST_SECONDS:
             self._noticed_seconds = 0.0
             return None
-        if seconds <= self._noticed_seconds:
+        if seconds <= self._noticed_seconds or seconds > UNKNOWN_SECONDS:  # from then on there are verdicts
             return None
         self._noticed_seconds = 2 * seconds
         what = f"in step {beat.step}" if beat.phase == "training" else beat.phase

@@ -40,7 +40,7 @@ class DividedCalls:
             threads: One for each device.
             counted: Buffers of the model that every call changes in the same way, as far as it is known.
         """
-        self._counted = {name: buffer for name, buffer in model.named_buffers() if name in counted}
+        self._counted = tuple(counted)
         self._strayed: dict[str, Tensor] = {}
         """True, as `()` bool on the first device, for buffers that another device has ever set to another value."""
         self._model = model
@@ -100,9 +100,17 @@ class DividedCalls:
         return [name for name, has_strayed in self._strayed.items() if has_strayed]
 
     def _compare_counted(self, replicas: Sequence[Replica]) -> None:
-        for name, own in self._counted.items():
-            for replica in replicas:
-                other = replica.counterpart_of(own).to(own.device)
+        if not self._counted:
+            return
+        # by name: forward may put other tensors in their places
+        own_buffers = dict(self._model.named_buffers())
+        for replica in replicas:
+            others = dict(replica.model.named_buffers())
+            for name in self._counted:
+                own, other = own_buffers.get(name), others.get(name)
+                if own is None or other is None or own.shape != other.shape:
+                    continue
+                other = other.to(own.device)
                 has_strayed = (own != other).logical_and((own == own).logical_or(other == other)).any()
                 before = self._strayed.get(name)
                 self._strayed[name] = has_strayed if before is None else before.logical_or(has_strayed)

@@ -185,11 +185,6 @@ class Replica:
         """Return the model's parameters, each with its copy."""
         return [(original, copied) for _, original, _, copied, _ in self._parameters]
 
-    def counterpart_of(self, tensor: Tensor) -> Tensor:
-        """Return the replica's copy of a parameter or buffer of the model."""
-        found: Tensor = self._own[id(tensor)]
-        return found
-
     def first_changed(self) -> str | None:
         """Return the name of a parameter that was changed in place and now differs from the model's."""
         for name, original, version, copied, own_version in self._parameters:

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
+from torch import nn
 
 from dure.strategies.contract.strategy import Strategy
 from dure.strategies.state.objects.object_state import ObjectState, is_inside, is_small_value
@@ -19,6 +20,7 @@ _FIRST_STEPS = 32
 """Steps after each of which all small state is looked at; later, a look follows so many steps that it costs little."""
 _PLACES_PER_STEP = 20
 """Number of places for which a look may cost a step, on average: about ten microseconds."""
+_UNREAD = object()
 _PLAIN = (bool, int, float, str, type(None))
 
 
@@ -45,6 +47,10 @@ class CountedState:
             if state is not None and (path in cached or is_small_value(state.first.get(path)))
         ]
         self._digests = dict.fromkeys(self._readers, 0)
+        self._read: dict[str, Any] = {}
+        """Content of state when it was read last."""
+        self._left_out: set[str] = set()
+        """Paths of state that evaluations change, which is declared elsewhere."""
         self._task = vars(strategy.objects["task"])
         known = {*traits.learned_state, *self._readers}
         self._plain = [
@@ -62,8 +68,10 @@ class CountedState:
         self._stride = 1
         self._begin_look()
         names = traits.supposed_buffers if is_compared else ()
-        self._buffers = [(name, buffer) for name, buffer in strategy.model.named_buffers() if name in names]
-        self._sums = [torch.zeros((), dtype=torch.float64, device=buffer.device) for _, buffer in self._buffers]
+        buffers = {name: buffer for name, buffer in strategy.model.named_buffers() if name in names}
+        self._buffers = [(name, *_place_of(strategy.model, name)) for name in buffers]
+        """Names of buffers, each with its module and its name there: forward may put another tensor in its place."""
+        self._sums = [torch.zeros((), dtype=torch.float64, device=buffer.device) for buffer in buffers.values()]
 
     def note_step(self) -> None:
         """Record the values after the calls of a step; nothing is read from a device."""
@@ -76,13 +84,17 @@ class CountedState:
             self._last = values
         if self._places and (self._num_steps <= _FIRST_STEPS or not self._num_steps % self._stride):
             self._look()
-        for total, (_, buffer) in zip(self._sums, self._buffers, strict=True):
+        for total, (_, module, leaf) in zip(self._sums, self._buffers, strict=True):
+            buffer = module._buffers[leaf]
+            if buffer is None or buffer.device != total.device:
+                continue
             # weighted by the steps before, so that a difference in one step is not undone by that in another
             total.mul_(1.25).remainder_(1e6).add_(buffer.detach().sum(dtype=torch.float64))
 
     def leave_out_changes(self) -> None:
         """Leave out what has changed single values since the last step: an evaluation, which is declared elsewhere."""
         self._last = self._plain_values()
+        self._left_out |= {path for path in self._each_step if self._readers[path]() != self._read.get(path, _UNREAD)}
         self._begin_look()
 
     def _begin_look(self) -> None:
@@ -109,12 +121,14 @@ class CountedState:
     def digests(self) -> dict[str, str]:
         """Return a digest of all values so far by path, equal on ranks that had the same in every step."""
         self._add([path for path in self._readers if path not in self._each_step])
-        of_buffers = {name: float(total).hex() for total, (name, _) in zip(self._sums, self._buffers, strict=True)}
-        return {path: f"{digest:08x}" for path, digest in self._digests.items()} | of_buffers
+        of_buffers = {name: float(total).hex() for total, (name, *_) in zip(self._sums, self._buffers, strict=True)}
+        of_state = {path: "" if path in self._left_out else f"{digest:08x}" for path, digest in self._digests.items()}
+        return of_state | of_buffers
 
     def _add(self, paths: Iterable[str]) -> None:
         for path in paths:
-            self._fold(path, self._readers[path]())
+            self._read[path] = self._readers[path]()
+            self._fold(path, self._read[path])
 
     def _fold(self, path: str, value: object) -> None:
         self._digests[path] = zlib.crc32(repr(value).encode(), self._digests.get(path, 0))
@@ -125,8 +139,15 @@ class CountedState:
         return [value if type(value) in _PLAIN else type(value) for value in values]
 
 
+def _place_of(model: nn.Module, name: str) -> tuple[nn.Module, str]:
+    """Return the module of a buffer, and the buffer's own name there."""
+    path, _, leaf = name.rpartition(".")
+    return model.get_submodule(path), leaf
+
+
 def differing(digests: Sequence[Mapping[str, str]]) -> list[str]:
-    """Return the paths whose digests are not the same on all ranks that have recorded any."""
+    """Return the paths whose digests differ between ranks that have recorded any, without what evaluations change."""
     recorded = [each for each in digests if each]
     paths = dict.fromkeys(path for each in recorded for path in each)
-    return [path for path in paths if len({each.get(path) for each in recorded}) > 1]
+    found = {path: {each.get(path) for each in recorded} for path in paths}
+    return [path for path, values in found.items() if len(values) > 1 and "" not in values]

@@ -265,14 +265,23 @@ class TaskInspection:
         try:
             for call in (self.task.metrics, self.task.loss):
                 names = self._written_in_evaluation(call)
-                # weights that the first call of all sets are set in training, before any evaluation
-                if names and self._written_in_evaluation(call, is_after_training=True):
+                if names and self._still_writes(call):
                     written |= dict.fromkeys(names)
         except CollectiveCalled as called:
             return {"collective": called.name}
         except Exception:
             return {}  # the evaluation data may be of another kind
         return {"writes_in_evaluation": tuple(written), "is_evaluable": True}
+
+    def _still_writes(self, call: Callable[[nn.Module, Any], Any]) -> bool:
+        """Return whether a method of the task writes parameters in an evaluation after a step of training.
+
+        Weights that the first call of all sets are set in training, before any evaluation.
+        """
+        try:
+            return bool(self._written_in_evaluation(call, is_after_training=True))
+        except Exception:
+            return True  # training may need what is not there yet
 
     def _written_in_evaluation(
         self, call: Callable[[nn.Module, Any], Any], *, is_after_training: bool = False
@@ -283,10 +292,12 @@ class TaskInspection:
         trial = Trial(model, strategy.objects, seed=0, watches_writes=False)
         with aside(), trial, without_collectives():
             perturb(model)  # a momentum encoder may start as a copy: a write of equal values is not seen
-            with torch.no_grad(), strategy.precision.autocast():
-                if is_after_training:
-                    model.train()
+            if is_after_training:
+                model.train()
+                with torch.enable_grad(), strategy.precision.autocast():
                     self.task.loss(model, fetch(range(2)))
+                perturb(model)  # as a step does: else a write of what is there already would not be seen
+            with torch.no_grad(), strategy.precision.autocast():
                 model.eval()
                 before = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
                 memory = {name: parameter.data_ptr() for name, parameter in model.named_parameters()}

@@ -20,7 +20,6 @@ _FIRST_STEPS = 32
 """Steps after each of which all small state is looked at; later, a look follows so many steps that it costs little."""
 _PLACES_PER_STEP = 20
 """Number of places for which a look may cost a step, on average: about ten microseconds."""
-_UNREAD = object()
 _PLAIN = (bool, int, float, str, type(None))
 
 
@@ -94,7 +93,8 @@ class CountedState:
     def leave_out_changes(self) -> None:
         """Leave out what has changed single values since the last step: an evaluation, which is declared elsewhere."""
         self._last = self._plain_values()
-        self._left_out |= {path for path in self._each_step if self._readers[path]() != self._read.get(path, _UNREAD)}
+        read = [path for path in self._each_step if path in self._read]
+        self._left_out |= {path for path in read if self._readers[path]() != self._read[path]}
         self._begin_look()
 
     def _begin_look(self) -> None:

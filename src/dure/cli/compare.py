@@ -1,5 +1,6 @@
 """`dure compare` and `dure scale`: short runs of a task in turns, measured side by side."""
 
+import math
 import subprocess
 import sys
 import time
@@ -184,20 +185,11 @@ def _table(rows: "Sequence[Row]", kind: str) -> "RenderableType":
 
     from dure.styled import styled
 
-    table = Table(box=None, header_style="bold", padding=(0, 2, 0, 0), pad_edge=False)
+    table = Table(box=None, header_style="bold", padding=(0, 1), pad_edge=False)
     table.add_column(kind, no_wrap=True)
-    for title in (
-        "samples/s",
-        "spread",
-        "speedup",
-        "efficiency",
-        "waits",
-        "sent/step",
-        "peak",
-        "loss",
-        "in equal time",
-    ):
-        table.add_column(title, justify="right")
+    for title in ("samples/s", "", "of ideal", "waits", "sent/step", "peak", "loss", "same time"):
+        # where the terminal is narrow, bytes and their unit may be on two lines
+        table.add_column(title, justify="right", no_wrap=title not in ("of ideal", "sent/step", "peak", "same time"))
     for row in rows:
         name = row.name if kind == "strategy" else str(row.num_devices)
         table.add_row(styled(name), *(styled(cell) for cell in _cells(row)))
@@ -209,11 +201,9 @@ def _cells(row: "Row") -> Iterator[str]:
     if found is None:
         return
     yield format_count(found.samples_per_second)
-    yield f"{format_count(found.slowest)} to {format_count(found.fastest)}"
-    yield f"{found.speedup:.2f}"
+    yield f"±{(found.fastest - found.slowest) / 2 / found.samples_per_second:.0%}"
     yield f"{found.efficiency:.0%}"
     yield f"{found.exposed_fraction:.0%}"
     yield format_bytes(found.sent_bytes)
     yield "" if found.peak_bytes is None else format_bytes(found.peak_bytes)
-    yield f"{found.loss:.4g}"
-    yield f"{found.loss_at_equal_time:.4g}"
+    yield from ("" if math.isnan(loss) else f"{loss:.4g}" for loss in (found.loss, found.loss_at_equal_time))

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from dure.data.randomness import kept_global_randomness
+from dure.data.randomness import kept_global_randomness, seed_draws
 from dure.errors import DureError, TaskInvalid, message_of
 from dure.records.step_record import Metric
 from dure.strategies.contract.abilities import own_state
@@ -35,7 +35,7 @@ from dure.torchcompat.modes import without_function_modes
 from dure.torchcompat.tensors import local_tensor
 from dure.training.best_metric import Best
 from dure.training.inspection.collectives import CollectiveCalled, no_collectives
-from dure.training.inspection.loss_calls import perturb
+from dure.training.inspection.loss_calls import aside, perturb
 from dure.training.inspection.phases import positions_of
 from dure.training.loop import check_schedule
 from dure.training.session.evaluation import check_counts, evaluate
@@ -380,19 +380,23 @@ def _after_first_call(session: Session) -> Iterator[None]:
         yield
         return
     objects, buffers = ObjectState({**strategy.objects, "model": model}), KeptBuffers(model)
-    weights = [(parameter, parameter.detach().clone()) for parameter in model.parameters()]
+    weights = [(parameter, parameter.detach().clone(), parameter.grad) for parameter in model.parameters()]
     try:
-        with kept_global_randomness(*strategy.devices), torch.enable_grad(), strategy.precision.autocast():
-            model.train()
-            session.task.loss(model, strategy.example(_NUM_SAMPLES))
-        perturb(model)  # as a step does: else a write of what is there already would not be seen
+        # no other draws in training than without evaluations, and the same on all ranks
+        with kept_global_randomness(*strategy.devices):
+            seed_draws(strategy.device, 0, 0)
+            with aside(), torch.enable_grad(), strategy.precision.autocast():
+                model.train()
+                session.task.loss(model, strategy.example(_NUM_SAMPLES))
+            perturb(model)  # as a step does: else a write of what is there already would not be seen
         yield
     finally:
         objects.put_back()
         buffers.put_back()
         with torch.no_grad():
-            for parameter, values in weights:
+            for parameter, values, gradient in weights:
                 parameter.copy_(values)
+                parameter.grad = gradient  # before training there is none to be added to
 
 
 def _rehearse_evaluation(session: Session, loader: Loader, best: Best) -> list[str]:

@@ -304,6 +304,24 @@ def test_teacher_that_training_alone_moves_trains_with_what_needs_gradients(stra
     train_case(tmp_path, Following(), strategy, 2 if strategy == "ddp" else 1, global_batch_size=8, samples=16)
 
 
+class FollowingWithDropout(Following):
+    evaluates: bool = True
+
+    def eval_data(self):
+        return super().eval_data() if self.evaluates else None
+
+    def loss(self, model, batch):
+        x, *rest = batch
+        return super().loss(model, (nn.functional.dropout(x, 0.5, model.training), *rest))
+
+
+@pytest.mark.parametrize("strategy", ["single", "ddp"])
+def test_rehearsal_after_a_first_call_changes_no_draw_of_training(strategy, tmp_path):
+    settings = {"nproc": 2 if strategy == "ddp" else 1, "global_batch_size": 8, "samples": 16}
+    one, other = (train_case(tmp_path, FollowingWithDropout(evaluates=e), strategy, **settings) for e in (True, False))
+    assert largest_difference(weights_of(one), weights_of(other)) == 0.0
+
+
 def test_teacher_that_evaluations_move_too_is_refused_although_they_write_what_training_wrote(tmp_path):
     with pytest.raises(WorkerFailed, match=r"metrics change teacher\.weight, .* in an evaluation"):
         train_case(tmp_path, Following(in_evaluations=True), "ddp", 2, global_batch_size=8, samples=16)

@@ -62,7 +62,7 @@ def compare(
     """Compare strategies on a task by short runs in turns: speed, memory, bytes, losses, what is not preserved."""
     from dure.strategies.table import STRATEGIES
 
-    names = [name for name in strategies.split(",") if name]
+    names = [*dict.fromkeys(name for name in strategies.split(",") if name)]
     if unknown := [name for name in names if name not in STRATEGIES]:
         raise Misuse(f"--strategies has {unknown[0]}, which is no strategy: use some of {', '.join(STRATEGIES)}")
     if nproc < 1 or not names:

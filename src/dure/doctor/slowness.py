@@ -6,10 +6,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from dure.doctor.step_times import MOST_MISSING, PARTS, StepTimes, step_times
+from dure.doctor.step_times import MOST_MISSING, StepTimes, step_times
 from dure.records.events import CheckpointSaved, Evaluated, Event, SlowThreads, Training
 from dure.records.finding import Finding
 from dure.records.run_dir import RunDir
+from dure.records.step_record import PARTS
 from dure.spec import RunSpec
 from dure.units import format_bytes, format_seconds
 

@@ -7,9 +7,8 @@ import numpy as np
 
 from dure.records.run_dir import RunDir
 from dure.records.step_columns import StepColumns, read_columns
+from dure.records.step_record import PARTS
 
-PARTS = ("data", "forward_backward", "sync", "optimizer")
-"""Measured parts of a step; what they leave of its wall time is `other`."""
 MOST_MISSING = 9
 _NUM_FIRST = 5
 """Steps at the start that are left out: caches, allocators and buckets are set up in them."""

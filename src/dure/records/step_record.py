@@ -11,6 +11,8 @@ from dure.checked import Count, Number, Text, Time, checked
 
 VERSION = 1
 """Version of step lines and summaries."""
+PARTS = ("data", "forward_backward", "sync", "optimizer")
+"""Measured parts of a step in their order, each with a field `<part>_seconds`; what they leave of it is `other`."""
 
 
 class StepRecord(NamedTuple):

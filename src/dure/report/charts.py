@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from dure.report.part_labels import PART_LABELS
 from dure.report.run_series import RunSeries
 
 if TYPE_CHECKING:
@@ -23,13 +24,6 @@ COLORS = {
     "other": "#8c8c8c",
 }
 """Colours of the parts of a step, which people who see few colours can tell apart (Okabe and Ito)."""
-PART_NAMES = {
-    "data": "waiting for data",
-    "forward_backward": "forward and backward",
-    "optimizer": "optimiser",
-    "sync": "waiting for other ranks",
-    "other": "other",
-}
 KINDS = ("checkpoint", "evaluation", "restart", "failure", "hang", "other")
 """Kinds of events on the timeline, from the top."""
 _HEIGHT = 260
@@ -81,7 +75,7 @@ def parts_chart(series: RunSeries) -> "figure":
         y_axis_label="rank",
         tooltips=[("rank", "@rank"), ("part", "$name"), ("ms", "@$name{0.000}")],
     )
-    milliseconds = {PART_NAMES[part]: 1e3 * seconds for part, seconds in series.part_seconds.items()}
+    milliseconds = {PART_LABELS[part]: 1e3 * seconds for part, seconds in series.part_seconds.items()}
     colors = [COLORS[part] for part in series.part_seconds]
     plot.hbar_stack([*milliseconds], y="rank", height=0.8, color=colors, source={"rank": ranks, **milliseconds})
     plot.x_range.start = 0

@@ -12,10 +12,10 @@ from dure.errors import RunInvalid
 from dure.records.events import MemoryUsed
 from dure.records.run_dir import RunDir, os_errors_as_sentences
 from dure.records.step_columns import StepColumns, read_columns
+from dure.records.step_record import PARTS
 from dure.report.summary import declared_differences
 
 VERSION = 1
-PARTS = ("data", "forward_backward", "sync", "optimizer")
 _NUM_FIRST = 5
 """Steps at the start that are not timed: caches, allocators and buckets are set up in them."""
 _LEAST_GAIN = 0.5

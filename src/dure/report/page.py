@@ -22,7 +22,6 @@ from dure.records.run_dir import RunDir, os_errors_as_sentences
 from dure.records.run_list import RunOverview, overview
 from dure.report.charts import (
     COLORS,
-    PART_NAMES,
     TimelineEvent,
     lateness_chart,
     loss_chart,
@@ -31,6 +30,7 @@ from dure.report.charts import (
     throughput_chart,
     timeline_chart,
 )
+from dure.report.part_labels import PART_LABELS
 from dure.report.run_series import RunSeries, run_series
 from dure.report.summary import declared_differences, effective_events
 from dure.report.whole_file import written_whole
@@ -58,6 +58,8 @@ class Section:
     text: str
     chart: str
     """Name of the chart."""
+    table: str = ""
+    """Name of the table below it: `parts`, `events`, or none."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -131,7 +133,7 @@ def page(run: RunDir, findings: Sequence[Finding]) -> str:
         sections=sections,
         places=places,
         part_rows=[*_part_rows(series)],
-        parts=[(PART_NAMES[part], COLORS[part]) for part in series.part_seconds],
+        parts=[(PART_LABELS[part], COLORS[part]) for part in series.part_seconds],
         memory_rows=[*_memory_rows(events)],
         event_rows=[*_event_rows(events[-_MOST_EVENTS:])],
         num_events=len(events),
@@ -178,10 +180,10 @@ def _facts(run: RunDir, seen: RunOverview, series: RunSeries, events: Sequence[E
 def _sections(series: RunSeries, events: Sequence[Event], charts: dict[str, "figure"]) -> Iterator[Section]:
     """Yield the sections with charts, and add their charts to `charts`."""
 
-    def section(title: str, text: str, chart: "figure") -> Section:
+    def section(title: str, text: str, chart: "figure", table: str = "") -> Section:
         name = f"chart{len(charts)}"
         charts[name] = chart
-        return Section(title=title, text=text, chart=name)
+        return Section(title=title, text=text, chart=name, table=table)
 
     if series.steps.size:
         most = -(-series.num_steps // series.steps.size)
@@ -196,7 +198,7 @@ def _sections(series: RunSeries, events: Sequence[Event], charts: dict[str, "fig
         yield section(f"Evaluation: {printable(name)}", count, metric_chart(seen, [value for _, value in of_name]))
     if series.steps.size:
         yield section("Throughput", "Without evaluations and checkpoints.", throughput_chart(series))
-        yield section("A mean step", "What each rank spends it on.", parts_chart(series))
+        yield section("A mean step", "What each rank spends it on.", parts_chart(series), "parts")
     if len(series.ranks) > 1:
         yield section(
             "Lateness",
@@ -208,7 +210,7 @@ def _sections(series: RunSeries, events: Sequence[Event], charts: dict[str, "fig
         begin = events[0].time
         drawn = events[-_MOST_DRAWN:]
         shown = [TimelineEvent(seconds=event.time - begin, kind=_kind(event)) for event in drawn]
-        yield section("Events", "", timeline_chart(shown))
+        yield section("Events", "", timeline_chart(shown), "events")
 
 
 def _part_rows(series: RunSeries) -> Iterator[tuple[int, list[str]]]:

@@ -7,9 +7,8 @@ import numpy as np
 
 from dure.records.run_dir import RunDir
 from dure.records.step_columns import StepColumns, read_columns
+from dure.records.step_record import PARTS
 
-PARTS = ("data", "forward_backward", "optimizer", "sync")
-"""Measured parts of a step in the order of the charts; what they leave of its wall time is `other`."""
 MOST_POINTS = 500
 MOST_SPANS = 200
 """Maximum number of spans of steps in the map of lateness: each rank has a cell for each of them."""

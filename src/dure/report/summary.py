@@ -19,10 +19,8 @@ from dure.records.events import (
     UnusedShare,
 )
 from dure.records.run_dir import RunDir
-from dure.records.step_record import EpochRow, RunSummary
+from dure.records.step_record import PARTS, EpochRow, RunSummary
 from dure.spec import RunSpec
-
-_SPANS = ("data", "forward_backward", "sync", "optimizer")
 
 
 def summarise(run: RunDir, spec: RunSpec, status: str, message: str | None = None) -> RunSummary:
@@ -36,14 +34,14 @@ def summarise(run: RunDir, spec: RunSpec, status: str, message: str | None = Non
 
 
 def _summarise(run: RunDir, spec: RunSpec, status: str, message: str | None) -> RunSummary:
-    seconds = dict.fromkeys((*_SPANS, "evaluation", "checkpoint", "other"), 0.0)
+    seconds = dict.fromkeys((*PARTS, "evaluation", "checkpoint", "other"), 0.0)
     step_seconds, last = 0.0, None
     for record in run.records(_reporting_rank(run)):
         step_seconds += record.wall_seconds
-        for span in _SPANS:
+        for span in PARTS:
             seconds[span] += getattr(record, f"{span}_seconds")
         last = record
-    seconds["other"] = max(0.0, step_seconds - sum(seconds[span] for span in _SPANS))
+    seconds["other"] = max(0.0, step_seconds - sum(seconds[span] for span in PARTS))
     samples = 0 if last is None else last.samples_seen
     events = effective_events(run.events(), samples)
     start = next((event for event in reversed(events) if isinstance(event, Training)), None)

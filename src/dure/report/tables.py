@@ -7,6 +7,7 @@ from rich.table import Table
 
 from dure.records.run_list import RunOverview
 from dure.records.step_record import EpochRow, Metric, RunSummary
+from dure.report.part_labels import PART_LABELS
 from dure.styled import Hanging, joined, styled, styled_lines
 from dure.terminal import indented
 from dure.units import format_seconds
@@ -20,13 +21,6 @@ FAR = 1000
 BAR_COLUMNS = 20
 
 STATUS_STYLES = {"completed": "green", "running": "cyan", "interrupted": "yellow"}
-
-SECONDS_LABELS = {
-    "data": "waiting for data",
-    "forward_backward": "forward and backward",
-    "sync": "synchronising",
-    "optimizer": "optimiser",
-}
 
 
 def render(summary: RunSummary) -> RenderableType:
@@ -153,7 +147,7 @@ def _time_table(seconds: Mapping[str, float]) -> Table:
     table.add_column(no_wrap=True, overflow="crop")
     for name, spent in sorted(seconds.items(), key=lambda item: -item[1]):
         bar = "━" * round(BAR_COLUMNS * spent / total)
-        table.add_row(SECONDS_LABELS.get(name, name), f"{spent / total:.1%}", styled(bar, "cyan"))
+        table.add_row(PART_LABELS.get(name, name), f"{spent / total:.1%}", styled(bar, "cyan"))
     return table
 
 

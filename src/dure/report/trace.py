@@ -11,20 +11,14 @@ from dure.records import events as kinds
 from dure.records.events import Event
 from dure.records.run_dir import RunDir, os_errors_as_sentences
 from dure.records.step_columns import StepColumns, read_columns
+from dure.records.step_record import PARTS
+from dure.report.part_labels import PART_LABELS
 from dure.report.whole_file import written_whole
 from dure.terminal import printable
 
-PARTS = {
-    "other": "other",
-    "data": "waiting for data",
-    "forward_backward": "forward and backward",
-    "sync": "waiting for other ranks",
-    "optimizer": "optimiser",
-}
-"""Names of the parts of a step, in the order in which they follow each other."""
 _COLUMNS = (
     *("step", "time", "samples_seen", "loss_sum", "loss_count", "wall_seconds", "sent_bytes"),
-    *(f"{part}_seconds" for part in PARTS if part != "other"),
+    *(f"{part}_seconds" for part in PARTS),
 )
 _SHOWN = {
     kinds.CheckpointSaved: "checkpoint",
@@ -77,11 +71,11 @@ def _rank(rank: int, columns: StepColumns, steps: np.ndarray) -> Iterator[dict[s
         if found["loss_count"]:
             arguments["loss"] = found["loss_sum"] / found["loss_count"]
         yield _slice(rank, f"step {int(found['step'])}", start, found["wall_seconds"]) | {"args": arguments}
-        measured = {part: found.get(f"{part}_seconds", 0.0) for part in PARTS}
-        measured["other"] = max(0.0, found["wall_seconds"] - sum(measured.values()))
-        for part, seconds in measured.items():
+        measured = {part: found[f"{part}_seconds"] for part in PARTS}
+        other = max(0.0, found["wall_seconds"] - sum(measured.values()))
+        for part, seconds in ({"other": other} | measured).items():  # the rest is before the wait for data
             if seconds > 0:
-                yield _slice(rank, PARTS[part], start, seconds)
+                yield _slice(rank, PART_LABELS[part], start, seconds)
             start += seconds
 
 

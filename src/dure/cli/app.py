@@ -64,21 +64,23 @@ VERBS = {
         "strategies", "Show the strategies: what each divides, what it preserves of the one-device run, what it needs."
     ),
     "runs": Verb("runs", "Show the runs of a folder: status, strategy and devices, samples, best metric."),
-    "diff": Verb("diff", "Show where two runs differ: settings, samples, losses, weights. Exits with 4 if they do."),
+    "diff": Verb(
+        "judging.diff", "Show where two runs differ: settings, samples, losses, weights. Exits with 4 if they do."
+    ),
     "doctor": Verb(
-        "doctor",
+        "judging.doctor",
         "Explain a run: which rank failed or hung first, where, what makes it slow, and what to do.",
     ),
     "compare": Verb(
-        "compare",
+        "judging.compare",
         "Compare strategies on a task by short runs in turns: speed, memory, bytes, losses, what is not preserved.",
     ),
     "scale": Verb(
-        "compare",
+        "judging.compare",
         "Measure a task on more and more processes: speed, what is lost to what, where to stop.",
     ),
     "report": Verb(
-        "report",
+        "judging.report",
         "Write a run as one HTML page, which opens offline: findings, losses, times, lateness, events, settings.",
     ),
     "submit": Verb("submit", "Hand a run to Slurm, Kubernetes or Ray."),

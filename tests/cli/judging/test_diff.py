@@ -175,7 +175,7 @@ def test_weights_when_they_part_after_the_last_loss_then_the_checkpoint_is_named
 
 
 def test_checkpoints_when_there_are_many_then_those_around_the_parting_are_shown(bent, capsys, monkeypatch):
-    monkeypatch.setattr("dure.cli.diff.MOST_WEIGHTS", 2)
+    monkeypatch.setattr("dure.cli.judging.diff.MOST_WEIGHTS", 2)
     assert (
         told(capsys, bent, "straight", "large")[1].splitlines()[-5:]
         == [

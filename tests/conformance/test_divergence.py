@@ -88,6 +88,17 @@ def test_checkpoint_when_it_is_due_then_replicas_are_compared_before_it(tmp_path
     assert RunFiles(run).checkpoints() == ["samples-000000000044"]
 
 
+def test_restart_when_replicas_parted_before_it_then_it_does_not_hide_that(tmp_path):
+    faults = planned(tmp_path, 1, 6)
+    faults.write_text(faults.read_text() + '\n[[fault]]\nrank = 0\nstep = 7\nkind = "kill"\n')
+    settings = {**STEPS, "check_replicas_every": 1000, "max_restarts": 3}
+    with pytest.raises(WorkerFailed, match="before the restart rank 1 held other weights or optimiser state after step"):
+        train_case(tmp_path, Regression(), "ddp", 2, faults=faults, **settings)
+    undisturbed = train_case(tmp_path, Regression(), "ddp", 2, **settings)
+    healed = train_case(tmp_path, Regression(), "ddp", 2, faults=faults, on_divergence="heal", **settings)
+    assert are_same_bits(weights_of(undisturbed), weights_of(healed))
+
+
 @pytest.mark.slow
 def test_ranks_when_there_are_two_then_none_is_named_and_both_go_back(tmp_path):
     undisturbed = train_case(tmp_path, Regression(), "ddp", 2, **STEPS)

@@ -1,10 +1,12 @@
 """Checksum of tensors on their devices: 64 bits that detect every single flipped bit, at memory bandwidth."""
 
+import ctypes
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from functools import lru_cache
 
 import torch
+import xxhash
 from torch import Tensor
 
 from dure.torchcompat.tensors import bytes_of
@@ -51,6 +53,21 @@ def checksums(tensors: Iterable[Tensor]) -> list[int]:
             by_device[part.device].append(part)
     numbers = {device: iter(torch.stack(parts).tolist()) for device, parts in by_device.items()}
     return [_total(lengths, [next(numbers[part.device]) for part in parts]) for lengths, parts in found]
+
+
+def memory_digest(tensors: Iterable[Tensor]) -> int:
+    """Return a digest of tensors in host memory, at a third of the cost of copying them; 0 if one is elsewhere.
+
+    It tells different values apart as any hash of 64 bits does, without `checksum`'s promise about single bits.
+    """
+    digest = xxhash.xxh3_64()
+    for tensor in tensors:
+        if tensor.device.type != "cpu" or tensor.layout is not torch.strided:
+            return 0
+        data = tensor.contiguous()
+        if data.nbytes:
+            digest.update((ctypes.c_char * data.nbytes).from_address(data.data_ptr()))
+    return digest.intdigest() or 1
 
 
 def _total(lengths: int, numbers: Iterable[int]) -> int:

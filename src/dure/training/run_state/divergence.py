@@ -40,11 +40,11 @@ class Divergence:
         if self.odd:
             others = [rank for rank in self.holders if rank not in self.odd]
             verb = "hold" if len(self.odd) > 1 else "holds"
-            who = f"{_listed(self.odd)} {verb} other values than {_listed(others)} after step {step}"
+            who = f"{listed_ranks(self.odd)} {verb} other values than {listed_ranks(others)} after step {step}"
         else:
             which = "with two it is unknown which are wrong" if len(self.holders) == 2 else "none are the majority's"
-            who = f"{_listed(self.holders)} hold different values after step {step}, and {which}"
-        shown = ", ".join(f"{value} on {_listed(ranks)}" for value, ranks in self._ranks_by_value().items())
+            who = f"{listed_ranks(self.holders)} hold different values after step {step}, and {which}"
+        shown = ", ".join(f"{value} on {listed_ranks(ranks)}" for value, ranks in self._ranks_by_value().items())
         more = ""
         if also := self.tensors[1 : 1 + _SHOWN_TENSORS]:
             rest = len(self.tensors) - 1 - len(also)
@@ -121,5 +121,6 @@ def _first_element(group: Group, tensor: Tensor | None, holders: Sequence[int]) 
     return str(place) if place else "", values
 
 
-def _listed(ranks: Sequence[int]) -> str:
+def listed_ranks(ranks: Sequence[int]) -> str:
+    """Return ranks as `rank 1` or `ranks 1, 2`."""
     return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"

@@ -8,19 +8,21 @@ import math
 import time
 import zlib
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from statistics import median
 from typing import Any
 
 from dure.errors import ReplicasDiverged, SpecInvalid, TaskInvalid
 from dure.records import events
+from dure.spec import RunSpec
 from dure.strategies.contract.replica_state import replica_of
 from dure.strategies.state.checksum import checksum
 from dure.strategies.state.optimizer import difference_of_settings, plain_settings
 from dure.terminal import few
 from dure.torchcompat.optimizers import is_of_torch, step_hooks
+from dure.training.checkpoints.state import Position
 from dure.training.run_state.capture import Progression
-from dure.training.run_state.divergence import Divergence, common_parts, find_divergence
+from dure.training.run_state.divergence import Divergence, common_parts, find_divergence, listed_ranks
 from dure.training.session.session import Session
 
 MOST_FRACTION = 0.01
@@ -40,6 +42,25 @@ _CAUSE = (
 )
 """Most common cause of a divergence, and how to confirm it."""
 _SETTINGS = ("check_replicas_every", "on_divergence")
+
+
+def compares_replicas(session: Session) -> bool:
+    """Return whether the ranks of a session may hold equal state that the settings allow to compare."""
+    strategy = session.strategy
+    knows_how = _SETTINGS[0] in strategy.info.settings and strategy.is_synchronous
+    return session.spec.check_replicas_every != 0 and session.group.world_size > 1 and knows_how
+
+
+def divergence_before_restart(spec: RunSpec, ranks: Sequence[int], position: Position) -> ReplicasDiverged:
+    """Return the error for ranks that held other values than the others at a snapshot, before a restart."""
+    seen = (
+        f"before the restart {listed_ranks(ranks)} held other weights or optimiser state after step {position.step} "
+        "than the ranks from whose snapshot the run would continue"
+    )
+    if spec.on_divergence == "heal":
+        return ReplicasDiverged(f"{seen}; {_CAUSE}", position.samples_seen - 1)
+    cure = "continue from an earlier checkpoint with --resume, or begin with the first step"
+    return ReplicasDiverged(f"{seen}; {_CAUSE}; {cure} (--on-divergence heal does that by itself)")
 
 
 class Pace:
@@ -78,15 +99,14 @@ class ReplicaCheck:
             event: Records an event, on the first rank.
             checkpoint: Returns the name of the newest checkpoint, on the first rank.
         """
-        spec, strategy = session.spec, session.strategy
+        spec = session.spec
         self.session = session
         self.progression = progression
         self.event = event
         self.checkpoint = checkpoint
         self.heals = spec.on_divergence == "heal"
         self.pace = Pace(spec.check_replicas_every)
-        knows_how = _SETTINGS[0] in strategy.info.settings and strategy.is_synchronous
-        self.is_on = spec.check_replicas_every != 0 and session.group.world_size > 1 and knows_how
+        self.is_on = compares_replicas(session)
         self.agreed_samples = self.agreed_step = 0
         """Position in samples and in steps at which all ranks last agreed."""
         self.count = 0

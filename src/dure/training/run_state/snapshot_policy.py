@@ -13,21 +13,25 @@ import psutil
 from torch import Tensor
 
 from dure.host.device_kinds import copies_beside
-from dure.strategies.state.checksum import checksum
+from dure.strategies.contract.replica_state import replica_of
+from dure.strategies.state.checksum import checksum, memory_digest
 from dure.training.checkpoints.reader import Checkpoint, checkpoint_of
 from dure.training.checkpoints.state import Position
 from dure.training.run_state.capture import Progression, restore
 from dure.training.run_state.live_share import LiveShare, restore_own_buffers
+from dure.training.run_state.replica_check import compares_replicas, divergence_before_restart
 from dure.training.session.session import Session
 from dure.training.snapshots.device_copies import can_copy_beside
 from dure.training.snapshots.exchange import Found, Survey, collect
 from dure.training.snapshots.memory import (
     MOST_PLACES,
     NUM_PLACES,
+    WHOLE,
     Origin,
     forget_after,
     newest_common,
     read_share,
+    replica_digest,
 )
 from dure.training.snapshots.writer import SnapshotWriter
 from dure.units import format_bytes
@@ -86,6 +90,7 @@ class MemorySaver:
         self.is_measuring = bool(self._descriptors) and not self._is_given
         """True if the interval follows from the durations of steps, which `note` receives."""
         self._place = session.place
+        self._has_replicas = compares_replicas(session)
         self._survey: Survey | None = None
         self.must_take = False
         """True if a snapshot must be taken before the first step, because new hosts hold none."""
@@ -177,8 +182,17 @@ class MemorySaver:
         steady = None
         if self.every > 1:
             steady = share.steady if self._is_beside else [False] * len(share.steady)
-        self._writer.write(share.layout, share.tensors, share.state, position, trusted, steady, share.own)
+        digest = self._replica_digest()
+        self._writer.write(share.layout, share.tensors, share.state, position, trusted, steady, share.own, digest)
         self._seconds.append(time.perf_counter() - begun)
+
+    def _replica_digest(self) -> int:
+        """Return the digest of this rank's replica; 0 if there is none, or if the snapshot contains it."""
+        is_contained = self.session.group.rank == 0 and self._share is not None and self._share.layout.kind == WHOLE
+        if is_contained or not self._has_replicas:
+            return 0
+        replica = replica_of(self.session.strategy)
+        return 0 if replica is None else memory_digest(replica.tensors.values())
 
     def _watch(self, share: LiveShare) -> None:
         """Record which tensors should change only in the optimiser's step, if copies during training depend on that."""
@@ -257,7 +271,28 @@ class MemorySaver:
             self.must_take = not self._survey.is_everybodys(found)
         restore(self.session, self.progression, checkpoint)
         restore_own_buffers(self.session, checkpoint.per_rank(self.session.group.world_size) or {})
+        self._compare_replicas(found)
         self._went_on_from = found.position
+
+    def _compare_replicas(self, found: Found) -> None:
+        """Compare what each rank held in common with others at a snapshot with what is loaded from it.
+
+        The state of one rank is loaded on all. If they had parted since they were last compared, that would hide it.
+
+        Communication: one gathered JSON message.
+
+        Raises:
+            ReplicasDiverged: A rank held another replica.
+        """
+        group, is_same = self.session.group, True
+        replica = replica_of(self.session.strategy) if self._has_replicas else None
+        is_own = self._survey is None or self._survey.is_everybodys(found)
+        if replica is not None and is_own:
+            round_number = None if self._survey is None else found.round
+            then = replica_digest(self._own_descriptor, found.position, round_number)
+            is_same = then in (0, memory_digest(replica.tensors.values()))
+        if odd := [rank for rank, is_same in enumerate(group.all_gather_json(is_same)) if not is_same]:
+            raise divergence_before_restart(self.session.spec, odd, found.position)
 
     def take_at_once(self) -> None:
         """Take a snapshot before the first step, if there is room, because new hosts hold none yet.

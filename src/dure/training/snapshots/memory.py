@@ -27,7 +27,7 @@ from dure.training.checkpoints.safetensors_file import DTYPE_NAMES, DTYPES
 from dure.training.checkpoints.staging import aligned
 from dure.training.checkpoints.state import Position
 
-ENTRY = struct.Struct("<14q")
+ENTRY = struct.Struct("<14qQ")
 NUM_PLACES = 2
 """Number of places sufficient to continue from the newest snapshot."""
 MOST_PLACES = 3
@@ -54,6 +54,8 @@ class Entry(NamedTuple):
     world_size: int = 0
     rank: int = 0
     kind: int = 0
+    replica_digest: int = 0
+    """Digest of the state that the rank held in common with others, of which it may not write any; 0 for none."""
 
     @property
     def position(self) -> Position:
@@ -178,6 +180,16 @@ def read_share(descriptor: int, position: Position, round_number: int | None = N
     """Read a rank's share of a snapshot that `positions` or `held` returned."""
     memory, entry = _found(descriptor, position, round_number)
     return _parsed(memory, entry, memory)
+
+
+def replica_digest(descriptor: int, position: Position, round_number: int | None = None) -> int:
+    """Return the digest of a rank's replica at a snapshot that `held` may have returned; 0 for none."""
+    if os.fstat(descriptor).st_size < HEADER_BYTES:
+        return 0
+    with mmap.mmap(descriptor, HEADER_BYTES) as memory:
+        entries = [entry_of(memory, place) for place in range(MOST_PLACES)]
+    found = (e for e in entries if e.is_whole and e.position == position and round_number in (None, e.round))
+    return next((e.replica_digest for e in found), 0)
 
 
 class Packed(NamedTuple):

@@ -119,6 +119,7 @@ class SnapshotWriter:
         trusted_samples: int | None = None,
         steady: Sequence[bool] | None = None,
         own: Sequence[Tensor] = (),
+        replica_digest: int = 0,
     ) -> None:
         """Copy a share's current tensors over the oldest snapshot that need not be kept.
 
@@ -131,6 +132,7 @@ class SnapshotWriter:
             steady: True for each tensor that changes only after `complete`; such tensors on accelerators are copied
                 until then. None to complete all copies before returning.
             own: Tensors at the end of the layout, new ones each time.
+            replica_digest: `Entry.replica_digest`.
         """
         self.complete()
         place = self._place(trusted_samples)
@@ -152,6 +154,7 @@ class SnapshotWriter:
             world_size=self._origin.world_size,
             rank=self._origin.rank,
             kind=layout.kind,
+            replica_digest=replica_digest,
         )
         self._put(place)
         self._copied = place

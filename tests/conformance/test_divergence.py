@@ -92,7 +92,9 @@ def test_restart_when_replicas_parted_before_it_then_it_does_not_hide_that(tmp_p
     faults = planned(tmp_path, 1, 6)
     faults.write_text(faults.read_text() + '\n[[fault]]\nrank = 0\nstep = 7\nkind = "kill"\n')
     settings = {**STEPS, "check_replicas_every": 1000, "max_restarts": 3}
-    with pytest.raises(WorkerFailed, match="before the restart rank 1 held other weights or optimiser state after step"):
+    with pytest.raises(
+        WorkerFailed, match="before the restart rank 1 held other weights or optimiser state after step"
+    ):
         train_case(tmp_path, Regression(), "ddp", 2, faults=faults, **settings)
     undisturbed = train_case(tmp_path, Regression(), "ddp", 2, **settings)
     healed = train_case(tmp_path, Regression(), "ddp", 2, faults=faults, on_divergence="heal", **settings)

@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dure.documents import DocumentInvalid
+from dure.measure.step_clock import StepClock
 from dure.records import full_disk
 from dure.records import step_writer as record_writer
 from dure.records.jsonl import last_record
@@ -24,7 +25,6 @@ from dure.records.step_record import (
     step_from_json,
 )
 from dure.records.step_writer import RecordWriter
-from dure.strategies.contract.step_clock import StepClock
 from tests.record_cases import step_of
 
 seconds = st.floats(0, 1e5)

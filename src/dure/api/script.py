@@ -85,6 +85,8 @@ class ScriptSettings:
     shown_ranks: str | None = None
     """Local ranks whose output is shown, such as `0,1`; None for all."""
     role: str = "default"
+    record: bool = False
+    """True to record every step of every rank, as for a task."""
     preflight: bool = False
     """True to check machines and network first, and to start the run only if all is well."""
 
@@ -155,7 +157,17 @@ def _be_rank(settings: ScriptSettings, launched: Launched) -> NoReturn:
 def _refuse_what_the_launcher_does(settings: ScriptSettings, launched: Launched) -> None:
     by, num_here = launched.by, launched.rank.local_world_size
     unset = ScriptSettings(script=settings.script)
-    its_own = ("max_restarts", "on_hang", "hang_after", "nnodes", "node_rank", "rendezvous", "secret_file", "preflight")
+    its_own = (
+        "max_restarts",
+        "on_hang",
+        "hang_after",
+        "nnodes",
+        "node_rank",
+        "rendezvous",
+        "secret_file",
+        "preflight",
+        "record",
+    )
     given = [name for name in (*its_own, "start", "name") if getattr(settings, name) != getattr(unset, name)]
     faults = [
         f"--{name.replace('_', '-')} is for ranks that dure starts itself, but {by} started this one: leave it out"
@@ -205,7 +217,7 @@ def _start(settings: ScriptSettings, notes: Notes, until: ExitStack) -> Outcome:
 
     launch = Launch(
         entry=_ENTRY,
-        job=_job(settings, run.name, len(nodes.members), settings.max_restarts),
+        job=_job(settings, run.name, len(nodes.members), settings.max_restarts, run.path),
         nodes=nodes,
         threads=threads_for(settings.threads, nproc),
         store_prefix="",
@@ -222,8 +234,18 @@ def _start(settings: ScriptSettings, notes: Notes, until: ExitStack) -> Outcome:
     return run_ranks(launch, notes, None if keeps_terminal else Voices(of=voice_of, is_read_at_once=True), until)
 
 
-def _job(settings: ScriptSettings, run: str, num_nodes: int, max_restarts: int) -> ScriptJob:
-    """Return the job of every rank."""
+def _job(
+    settings: ScriptSettings, run: str, num_nodes: int, max_restarts: int, folder: Path | None = None
+) -> ScriptJob:
+    """Return the job of every rank.
+
+    Args:
+        settings: Settings of the run.
+        run: Its name.
+        num_nodes: Number of nodes.
+        max_restarts: Restarts of all ranks after one failed.
+        folder: Run folder; None if a launcher started the ranks, which then have none.
+    """
     return ScriptJob(
         script=settings.script,
         arguments=tuple(settings.arguments),
@@ -233,6 +255,7 @@ def _job(settings: ScriptSettings, run: str, num_nodes: int, max_restarts: int) 
         run=run,
         role=settings.role,
         num_nodes=num_nodes,
+        records=str(folder.resolve()) if settings.record and folder is not None else None,
     )
 
 

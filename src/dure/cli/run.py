@@ -13,7 +13,7 @@ from dure.errors import Misuse, WorkerFailed
 from dure.terminal import print_status
 
 _END_OF_FLAGS = "--"
-_TRUTHS = torchrun_flags.TRUTHS | {"no-prefix", "allow-public-address", "preflight", "share-run", "help", "h"}
+_TRUTHS = torchrun_flags.TRUTHS | {"no-prefix", "allow-public-address", "preflight", "record", "share-run", "help", "h"}
 """Flags without a value; the token after any other flag is its value and not the script."""
 
 
@@ -72,6 +72,12 @@ def run(
         bool,
         Parameter(
             negative=(), show_default=False, help="check machines and network first, and start only if all is well"
+        ),
+    ] = False,
+    record: Annotated[
+        bool,
+        Parameter(
+            negative=(), show_default=False, help="record every step of every rank, for dure doctor and dure report"
         ),
     ] = False,
     start: Annotated[Literal["auto", "fork", "spawn"], Parameter(help="how processes start")] = ("auto"),
@@ -145,6 +151,7 @@ def run(
         name=name,
         share_run=share_run,
         preflight=preflight,
+        record=record,
         shown_ranks=local_ranks_filter,
         role=role,
     )

@@ -70,9 +70,9 @@ def diagnose(run: RunDir) -> Diagnosis:
         found += _damaged_events(events)
         has_ended_well = seen.status == "completed" and not run.is_script
         found += _damaged_records(run, has_ended_well=has_ended_well) if seen.status != "running" else ()
-        if not run.is_script and seen.status != "unreadable":
+        if seen.status != "unreadable":
             found += _speed(run, events)
-            found += memory_findings(run.read_spec(), events)
+            found += memory_findings(run.read_spec(), events) if not run.is_script else ()
     found.sort(key=lambda finding: (-SEVERITIES.index(finding.severity), -(finding.gain_fraction or 0.0)))
     return Diagnosis(run=str(run.path), status=seen.status, findings=tuple(found))
 
@@ -81,7 +81,7 @@ def _speed(run: RunDir, events: list[Event]) -> list[Finding]:
     """Return what makes the run slow; a note if that cannot be judged, so that its other findings are still shown."""
     try:
         with os_errors_as_sentences(run.path, "read"), run.understood():
-            return slow_findings(run, run.read_spec(), events)
+            return slow_findings(run, None if run.is_script else run.read_spec(), events)
     except RunInvalid as error:
         return [Finding(id="speed_unknown", severity="note", what=f"its speed cannot be judged: {error}")]
 

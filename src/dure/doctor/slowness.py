@@ -6,8 +6,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from dure.doctor.setup import Setup, last_setup
 from dure.doctor.step_times import MOST_MISSING, StepTimes, step_times
-from dure.records.events import CheckpointSaved, Evaluated, Event, SlowThreads, Training
+from dure.records.events import CheckpointSaved, Evaluated, Event, SlowThreads
 from dure.records.finding import Finding
 from dure.records.run_dir import RunDir
 from dure.records.step_record import PARTS
@@ -50,11 +51,14 @@ _CAUSES = {
 class _Speed:
     """Times of a run, as far as its records have them."""
 
-    spec: RunSpec
+    setup: Setup
     times: StepTimes
-    training: Training
-    evaluations: Sequence[Evaluated]
-    checkpoints: Sequence[CheckpointSaved]
+    evaluation_seconds: float
+    num_evaluations: int
+    stall_seconds: float
+    """Seconds for which training stood still for checkpoints."""
+    checkpoint_bytes: Sequence[int | None]
+    """Size of each checkpoint; None if unknown."""
     slow_threads: Sequence[SlowThreads]
     step_seconds: float
     """Seconds of all steps of the attempt."""
@@ -63,14 +67,6 @@ class _Speed:
     def total_seconds(self) -> float:
         """Seconds of steps, evaluations and stalls for checkpoints."""
         return self.step_seconds + self.evaluation_seconds + self.stall_seconds
-
-    @property
-    def evaluation_seconds(self) -> float:
-        return sum(event.seconds for event in self.evaluations)
-
-    @property
-    def stall_seconds(self) -> float:
-        return sum(event.stall_seconds for event in self.checkpoints)
 
     @property
     def step_fraction(self) -> float:
@@ -88,34 +84,59 @@ class _Speed:
         return means
 
 
-def slow_findings(run: RunDir, spec: RunSpec, events: Sequence[Event]) -> list[Finding]:
-    """Return what makes the last attempt of a run slow, the largest expected gain first."""
-    number = next((n for n in reversed(range(len(events))) if isinstance(events[n], Training)), None)
-    if number is None:
+def slow_findings(run: RunDir, spec: RunSpec | None, events: Sequence[Event]) -> list[Finding]:
+    """Return what makes the last attempt of a run slow, the largest expected gain first.
+
+    Args:
+        run: The run.
+        spec: Its settings; None for a script's.
+        events: Its events.
+    """
+    found = last_setup(spec, events)
+    if found is None:
         return []
-    training, since = events[number], events[number:]
-    assert isinstance(training, Training)
-    times = step_times(run, training.world_size, training.step)
-    speed = _Speed(
-        spec=spec,
-        times=times,
-        training=training,
-        # a damaged record may have impossible times
-        evaluations=[event for event in since if isinstance(event, Evaluated) and 0 <= event.seconds < math.inf],
-        checkpoints=[
-            event for event in since if isinstance(event, CheckpointSaved) and 0 <= event.stall_seconds < math.inf
-        ],
-        slow_threads=[event for event in since if isinstance(event, SlowThreads) and 1 < event.slowdown < math.inf],
-        # events are those of all steps
-        step_seconds=float(times.wall.sum()) / times.recorded_fraction if times.recorded_fraction else 0.0,
-    )
+    setup, since = found
+    times = step_times(run, setup.world_size, setup.first_step)
+    speed = _speed_of_script(setup, times) if setup.is_script else _speed_of_task(setup, times, since)
     if times.steps.size < _FEWEST_STEPS or not _LEAST_SECONDS <= speed.total_seconds < math.inf:
         return []
     too_small = [*_too_small(speed)]
     # too small a step also explains why communication takes so much of it
     looks = (_straggler, _data, _cores, _evaluation, _checkpoints, *(() if too_small else (_communication,)))
-    found = [*too_small, *_gaps(times), *(finding for look in looks for finding in look(speed))]
-    return sorted(found, key=lambda finding: -(finding.gain_fraction or 0.0))
+    slow = [*too_small, *_gaps(times), *(finding for look in looks for finding in look(speed))]
+    return sorted(slow, key=lambda finding: -(finding.gain_fraction or 0.0))
+
+
+def _speed_of_task(setup: Setup, times: StepTimes, events: Sequence[Event]) -> _Speed:
+    # a damaged record may have impossible times
+    evaluations = [event.seconds for event in events if isinstance(event, Evaluated) and 0 <= event.seconds < math.inf]
+    checkpoints = [
+        event for event in events if isinstance(event, CheckpointSaved) and 0 <= event.stall_seconds < math.inf
+    ]
+    return _Speed(
+        setup=setup,
+        times=times,
+        evaluation_seconds=sum(evaluations),
+        num_evaluations=len(evaluations),
+        stall_seconds=sum(event.stall_seconds for event in checkpoints),
+        checkpoint_bytes=[event.num_bytes for event in checkpoints],
+        slow_threads=[event for event in events if isinstance(event, SlowThreads) and 1 < event.slowdown < math.inf],
+        # events are those of all steps
+        step_seconds=float(times.wall.sum()) / times.recorded_fraction if times.recorded_fraction else 0.0,
+    )
+
+
+def _speed_of_script(setup: Setup, times: StepTimes) -> _Speed:
+    return _Speed(
+        setup=setup,
+        times=times,
+        evaluation_seconds=float(times.measured["evaluation"].max(initial=0.0)),
+        num_evaluations=times.num_measured["evaluation"],
+        stall_seconds=float(times.measured["saving"].max(initial=0.0)),
+        checkpoint_bytes=[None] * times.num_measured["saving"],
+        slow_threads=(),
+        step_seconds=float(times.wall.sum()) / times.recorded_fraction if times.recorded_fraction else 0.0,
+    )
 
 
 def _gaps(times: StepTimes) -> Iterator[Finding]:
@@ -160,23 +181,22 @@ def _data(speed: _Speed) -> Iterator[Finding]:
     wait, wall = float(waits.max(axis=0).mean() if speed.times.are_in_step else waits.mean(axis=1).max()), speed.wall
     if wait / wall <= _MOST_DATA:
         return
-    spec, num_ranks = speed.spec, speed.training.world_size
-    # without ranks that only serve the others
-    samples = spec.global_batch_size / max(min(num_ranks, speed.training.num_devices), 1)
+    setup, samples, workers = speed.setup, speed.setup.samples_per_rank or 1.0, speed.setup.num_workers
     # a loader in the rank itself works only while the rank waits
-    rate = samples / (wait if spec.num_workers == 0 else wall) / max(spec.num_workers, 1)
+    rate = samples / (wait if workers == 0 else wall) / max(workers, 1)
     wanted = samples / max(wall - wait, wall / _MOST_FACTOR)
     num_workers = min(math.ceil(round(wanted / rate, 3)), _MOST_WORKERS)
-    cores = speed.training.cores
-    remedy = f"--num-workers {num_workers}"
-    if cores is not None and num_workers * min(spec.nproc, num_ranks) > cores:  # the cores are those of one host
+    cores, flag = setup.cores, "num_workers" if setup.is_script else "--num-workers"
+    remedy = f"DataLoader(num_workers={num_workers})" if setup.is_script else f"{flag} {num_workers}"
+    if (
+        cores is not None and num_workers * min(setup.nproc, setup.world_size) > cores
+    ):  # the cores are those of one host
         remedy = (
-            f"make a sample cheaper (decode and resize once, beforehand), then raise --num-workers: as it is, that "
+            f"make a sample cheaper (decode and resize once, beforehand), then raise {flag}: as it is, that "
             f"takes {num_workers} loader process{'es' * (num_workers > 1)} per rank, and the host has {cores} cores"
         )
-    of_loader = (
-        f"one loader process brings {rate:,.0f} samples/s" if spec.num_workers else f"it brings {rate:,.0f} samples/s"
-    )
+    unit = "samples" if setup.samples_per_rank else "batches"
+    of_loader = f"one loader process brings {rate:,.0f} {unit}/s" if workers else f"it brings {rate:,.0f} {unit}/s"
     yield _finding(
         speed,
         "waits_for_data",
@@ -186,8 +206,8 @@ def _data(speed: _Speed) -> Iterator[Finding]:
             f"{_ms(wait)} of the {_ms(wall)} of a step",
             f"{of_loader}; without waiting, each rank would use {wanted:,.0f}",
         ],
-        f"{spec.num_workers} loader process{'es' * (spec.num_workers > 1)} per rank: too few for what a sample takes"
-        if spec.num_workers
+        f"{workers} loader process{'es' * (workers > 1)} per rank: too few for what a sample takes"
+        if workers
         else "each rank loads its samples itself, between two steps",
         remedy,
     )
@@ -210,8 +230,10 @@ def _communication(speed: _Speed) -> Iterator[Finding]:
             f"{_ms(exposed)} of the {_ms(wall)} of a step, on the rank that comes last",
             f"each rank sends {format_bytes(num_bytes)} per step, {format_bytes(num_bytes / exposed)}/s",
         ],
-        f"a step computes little for what it sends through {speed.training.transport or 'the network'}",
-        "a larger --global-batch-size, or a strategy or an option that sends less: see `dure strategies`",
+        f"a step computes little for what it sends through {speed.setup.transport or 'the network'}",
+        "a larger batch, accumulation under no_sync(), or a gradient hook that compresses (bf16, PowerSGD)"
+        if speed.setup.is_script
+        else "a larger --global-batch-size, or a strategy or an option that sends less: see `dure strategies`",
     )
 
 
@@ -272,7 +294,7 @@ def _straggler(speed: _Speed) -> Iterator[Finding]:
 def _too_small(speed: _Speed) -> Iterator[Finding]:
     """Yield a finding if one device that did the work of all ranks, one after another, would be as fast."""
     times, num_ranks = speed.times, len(speed.times.ranks)
-    if num_ranks == 1 or num_ranks != speed.training.num_devices:
+    if num_ranks == 1 or num_ranks != speed.setup.num_devices:
         return
     compute, data = float(speed.mean("forward_backward").sum()), float(speed.mean("data").sum())
     rest = float((speed.mean("optimizer") + speed.mean("other")).max())
@@ -291,14 +313,15 @@ def _too_small(speed: _Speed) -> Iterator[Finding]:
             f"waiting for each other and for the network: {_ms(float(times.seconds['sync'].mean()))} of each step",
         ],
         "a step computes too little for what the ranks spend on each other",
-        f"{'--nnodes 1 ' if speed.spec.num_nodes > 1 else ''}--nproc 1; or a larger --global-batch-size, if the task "
-        "learns as well with it",
+        f"{'--nnodes 1 ' if speed.setup.num_nodes > 1 else ''}--nproc 1; or a larger "
+        + ("batch, if the model" if speed.setup.is_script else "--global-batch-size, if the task")
+        + " learns as well with it",
     )
 
 
 def _cores(speed: _Speed) -> Iterator[Finding]:
     """Yield a finding if more threads compute on a host than it has cores: because of other work, or too many ranks."""
-    nproc, cores = speed.spec.nproc, speed.training.cores
+    nproc, cores, threads = speed.setup.nproc, speed.setup.cores, speed.setup.threads
     computing = float(speed.mean("forward_backward").max()) / speed.wall * speed.step_fraction
     if speed.slow_threads:
         slow = speed.slow_threads[-1]
@@ -311,7 +334,7 @@ def _cores(speed: _Speed) -> Iterator[Finding]:
             "an operation waits for the last of its threads, and one without a core comes late",
             "--threads 1, or end the other work",
         )
-    elif speed.training.device == "cpu" and cores and nproc > cores:
+    elif speed.setup.device == "cpu" and cores and nproc > cores:
         yield _finding(
             speed,
             "cpu_oversubscribed",
@@ -321,10 +344,21 @@ def _cores(speed: _Speed) -> Iterator[Finding]:
             "there are more ranks than cores",
             f"--nproc {cores}, or hosts with more cores",
         )
+    elif speed.setup.device == "cpu" and cores and threads and nproc > 1 and nproc * threads > cores:
+        fewer = max(cores // nproc, 1)
+        yield _finding(
+            speed,
+            "cpu_oversubscribed",
+            computing / 2,  # between none, if others wait anyway, and far more: see the benchmark of slow threads
+            f"{nproc} ranks of {threads} threads each compete for {cores} cores",
+            [f"{nproc} x {threads} threads on a host with {cores} cores"],
+            "an operation waits for the last of its threads, and one without a core comes late",
+            f"--threads {fewer}, or torch.set_num_threads({fewer}) in the script",
+        )
 
 
 def _evaluation(speed: _Speed) -> Iterator[Finding]:
-    seconds, num = speed.evaluation_seconds, len(speed.evaluations)
+    seconds, num = speed.evaluation_seconds, speed.num_evaluations
     fraction = seconds / speed.total_seconds
     if fraction <= _MOST_EVALUATION or num < 2:
         return
@@ -341,29 +375,36 @@ def _evaluation(speed: _Speed) -> Iterator[Finding]:
             f"{format_seconds(speed.step_seconds)} of training",
         ],
         "it is done often, or over many samples, for so little training",
-        f"--eval-every-epochs {speed.spec.eval_every_epochs * factor:.2g}, or fewer samples in eval_data",
+        f"evaluate {factor} times less often, or on fewer samples"
+        if speed.setup.spec is None
+        else f"--eval-every-epochs {speed.setup.spec.eval_every_epochs * factor:.2g}, or fewer samples in eval_data",
     )
 
 
 def _checkpoints(speed: _Speed) -> Iterator[Finding]:
-    seconds, num = speed.stall_seconds, len(speed.checkpoints)
+    seconds, num = speed.stall_seconds, len(speed.checkpoint_bytes)
     fraction = seconds / speed.total_seconds
     if fraction <= _MOST_STALLS or num < 2:
         return
-    num_bytes = sum(event.num_bytes for event in speed.checkpoints) / num
-    settings = speed.spec.checkpoint
-    remedy = "a faster disk for --runs-dir, or longer epochs"
-    if not settings.background:
-        remedy = "--checkpoint.background true: they are then written while training goes on"
-    elif settings.every_samples is not None or settings.every_minutes is not None:
-        remedy = "a longer interval (--checkpoint.every-samples, --checkpoint.every-minutes)"
+    sizes = [size for size in speed.checkpoint_bytes if size is not None]
+    of_size = f" of {format_bytes(sum(sizes) / len(sizes))}" if sizes else ""
+    cause, remedy = "training waits until they are written", "save less often, or on a faster disk"
+    if speed.setup.spec is not None:
+        settings = speed.setup.spec.checkpoint
+        remedy = "a faster disk for --runs-dir, or longer epochs"
+        if settings.background:
+            cause = "they follow each other too closely"
+        if not settings.background:
+            remedy = "--checkpoint.background true: they are then written while training goes on"
+        elif settings.every_samples is not None or settings.every_minutes is not None:
+            remedy = "a longer interval (--checkpoint.every-samples, --checkpoint.every-minutes)"
     yield _finding(
         speed,
         "checkpoint_stalls",
         fraction / 2,
         f"training stands still for checkpoints for {fraction:.0%} of the time",
-        [f"{num} checkpoints of {format_bytes(num_bytes)}, each for {format_seconds(seconds / num)}"],
-        "training waits until they are written" if not settings.background else "they follow each other too closely",
+        [f"{num} checkpoints{of_size}, each for {format_seconds(seconds / num)}"],
+        cause,
         remedy,
     )
 

@@ -10,6 +10,7 @@ from dure.records.step_columns import StepColumns, read_columns
 from dure.records.step_record import PARTS
 
 MOST_MISSING = 9
+BESIDE = ("evaluation", "saving")
 _NUM_FIRST = 5
 """Steps at the start that are left out: caches, allocators and buckets are set up in them."""
 _MOST_OUT_OF_STEP = 1.1
@@ -30,6 +31,12 @@ class StepTimes:
     """Array `(R, S)` for each of `PARTS`, for `other` and for `wall`."""
     sent_bytes: np.ndarray
     """Bytes that each rank sent in each step, `(R, S)`."""
+    measured: dict[str, np.ndarray]
+    """Seconds between the steps that scripts are found to spend on evaluations and on saving, `(R,)`: sums of all
+    steps.
+    """
+    num_measured: dict[str, int]
+    """Number of steps after which some rank did so."""
     num_left_out: int
     """Number of lines in the records that are not step records."""
     recorded_fraction: float
@@ -65,7 +72,7 @@ def step_times(run: RunDir, world_size: int, first_step: int) -> StepTimes:
         first_step: Number of the step at which the attempt began; earlier ones may have been computed on other ranks.
     """
     ranks = [rank for rank in run.recorded_ranks() if rank < world_size]
-    columns = {rank: read_columns(run.records_path(rank)) for rank in ranks}
+    columns = {rank: read_columns(run.records_path(rank), with_measured=run.is_script) for rank in ranks}
     recorded = {rank: found for rank, found in columns.items() if found.steps.size}
     steps = _common_steps([*recorded.values()], first_step)
     rows = {rank: np.searchsorted(found.steps, steps) for rank, found in recorded.items()}
@@ -90,10 +97,27 @@ def step_times(run: RunDir, world_size: int, first_step: int) -> StepTimes:
         steps=steps[is_usual],
         seconds={part: values[:, is_usual] for part, values in seconds.items()},
         sent_bytes=table("sent_bytes")[:, is_usual],
+        measured={name: np.array([_sum(found, name) for found in recorded.values()]) for name in BESIDE},
+        num_measured={name: max((_count(found, name) for found in recorded.values()), default=0) for name in BESIDE},
         num_left_out=sum(found.num_left_out for found in columns.values()),
         recorded_fraction=steps.size / longest if longest else 1.0,
         missing=tuple(islice((rank for rank in range(world_size) if rank not in recorded), MOST_MISSING)),
     )
+
+
+def _sum(columns: StepColumns, name: str) -> float:
+    return float(_known(columns, name).sum())
+
+
+def _count(columns: StepColumns, name: str) -> int:
+    return int(_known(columns, name).size)
+
+
+def _known(columns: StepColumns, name: str) -> np.ndarray:
+    """Return the seconds that a rank has measured, of the steps that have some."""
+    seconds = columns.measured.get(f"{name}_seconds", np.empty(0))
+    known: np.ndarray = seconds[(seconds > 0) & (seconds < _MOST_SECONDS)]
+    return known
 
 
 def _common_steps(columns: list[StepColumns], first_step: int) -> np.ndarray:

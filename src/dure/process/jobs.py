@@ -51,6 +51,8 @@ class ScriptJob:
     max_restarts: int = 0
     role: str = "default"
     num_nodes: int = 1
+    records: str | None = None
+    """Run folder for records of the steps; None to record none."""
 
 
 @dataclass(frozen=True, kw_only=True)

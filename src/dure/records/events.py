@@ -68,6 +68,28 @@ class Training(Event):
 
 
 @dataclass(frozen=True, kw_only=True)
+class ScriptTraining(Event):
+    """Completion of the first step of a script whose steps are recorded, in every round."""
+
+    world_size: Count
+    num_nodes: Count
+    nproc: Count
+    """Ranks of the first rank's node."""
+    device: Text
+    """Type of the device on which the loss is computed."""
+    backend: Text = ""
+    """Backends of the group of all ranks; empty without one."""
+    cores: Count | None = None
+    """Processor cores that the first rank's host lets its processes use."""
+    threads: Count
+    """Threads that torch computes with on a rank."""
+    batch_size: Count
+    """Samples of a step on the first rank; 0 if they come from no `DataLoader`."""
+    num_workers: Count
+    """Loader processes of a rank."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class Completed(Event):
     """End of training at the intended position."""
 
@@ -373,6 +395,7 @@ EVENTS: Mapping[str, type[Event]] = MappingProxyType(
     {
         "attempt": Attempt,
         "training": Training,
+        "script_training": ScriptTraining,
         "completed": Completed,
         "interrupted": Interrupted,
         "failed": Failed,

@@ -26,12 +26,15 @@ class _PlainData(pickle.Unpickler):
         raise pickle.UnpicklingError(f"{module}.{name} is no plain data")
 
 
-def flight_record() -> list[dict[str, Any]]:
+def flight_record(*, with_frames: bool = True) -> list[dict[str, Any]]:
     """Return the collectives in this process's flight recorder, oldest first (private in torch).
 
     The result with frames exists only pickled. It is this process's own, created in the same line, and read as plain
     data. torch's analyser of such records fails on those of gloo. Under NCCL the recorder has to be enabled
     (`TORCH_FR_BUFFER_SIZE`).
+
+    Args:
+        with_frames: Whether to read the frames, which take most of the time.
 
     Returns:
         For each: `group` (its name), `sequence` (the number of its collectives so far), `op`, `sizes`, `dtypes`, `time`
@@ -45,7 +48,7 @@ def flight_record() -> list[dict[str, Any]]:
     dump = getattr(c10d, "_dump_nccl_trace" if is_nccl else "_dump_fr_trace", None)
     if dump is None:
         return []
-    entries = _PlainData(io.BytesIO(dump())).load().get("entries", [])
+    entries = _PlainData(io.BytesIO(dump(True, with_frames, False))).load().get("entries", [])
     pending = _pending_of_nccl(entries) if is_nccl else [not entry["retired"] for entry in entries]
     return [
         {
@@ -56,7 +59,7 @@ def flight_record() -> list[dict[str, Any]]:
             "dtypes": entry["input_dtypes"],
             "time": entry["time_created_ns"] / 1e9,
             "is_pending": is_pending,
-            "frames": [[frame["filename"], frame["line"], frame["name"]] for frame in entry["frames"]],
+            "frames": [[frame["filename"], frame["line"], frame["name"]] for frame in entry.get("frames", ())],
         }
         for entry, is_pending in zip(entries, pending, strict=True)
     ]

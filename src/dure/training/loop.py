@@ -11,8 +11,8 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from dure.errors import DataInvalid, LossNotFinite, TaskInvalid
+from dure.measure.step_clock import StepClock
 from dure.records.step_record import StepRecord
-from dure.strategies.contract.step_clock import StepClock
 from dure.strategies.contract.step_facts import Requests, StepFacts
 from dure.strategies.contract.strategy import Strategy
 from dure.torchcompat.tensors import copy_all

@@ -15,7 +15,7 @@ from torch.nn import functional
 
 import dure
 from dure.errors import SpecInvalid, WorkerFailed
-from dure.strategies.contract.step_clock import StepClock
+from dure.measure.step_clock import StepClock
 from dure.strategies.pipeline.pipeline import fault_of_backend
 from dure.strategies.pipeline.schedule import Schedule, num_scheduled
 from examples.char_gpt import CharGPT

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 from dure.host.environment import LOOPBACK
 from dure.launch.hangs.rank_state import collective_from
 from dure.launch.scripts.main_module import exit_code_of, finish_files, run_as_main, traceback_of_main
+from dure.launch.scripts.step_records import record_steps
 from dure.launch.worker.child import be_a_script
 from dure.process.context import Place
 from dure.process.heartbeat import Heartbeats
@@ -72,6 +73,7 @@ def main(job: ScriptJob, place: Place) -> int:
     losses = _Losses(place.report_fd)
     _watch_collectives(losses)
     step = _count_steps(place.rank.rank, heartbeats, losses)
+    close_records = None if job.records is None else record_steps(Path(job.records), job, place)
     try:
         code = _run(job, place, losses)
     except BaseException as error:
@@ -84,6 +86,8 @@ def main(job: ScriptJob, place: Place) -> int:
         code = _fail_once(_told(error), place, step[0], losses, may_be_signal=has_own_handlers)
     if os.getpid() == pid:  # a process forked by the script gets here as well
         _note_end(place.rank.rank, heartbeats, step[0])
+        if close_records is not None:
+            close_records()
     return _leave_in_order(code, marker)
 
 

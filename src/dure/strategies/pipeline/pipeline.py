@@ -21,6 +21,7 @@ from dure.comm.mesh import Mesh
 from dure.data.randomness import GeneratorStates
 from dure.errors import DureError, SpecInvalid, TaskInvalid, message_of
 from dure.host.backends import backend_cure, sends_between_devices
+from dure.measure.step_clock import StepClock
 from dure.spec import RunSpec
 from dure.spec.mesh import parse_mesh
 from dure.strategies.contract.batch_parts import BatchParts, DataShare
@@ -29,7 +30,6 @@ from dure.strategies.contract.context import StrategyContext
 from dure.strategies.contract.declarations import Findings
 from dure.strategies.contract.reduced_facts import reduced_facts
 from dure.strategies.contract.replica_state import ReplicaState, replica_state
-from dure.strategies.contract.step_clock import StepClock
 from dure.strategies.contract.step_facts import LossTerm, Requests, StepFacts
 from dure.strategies.data_parallel.gradient_sums import used_by_any
 from dure.strategies.division.local_shards import LocalShards, faults_of_cutting, faults_of_shards

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe, ScheduleInterleaved1F1B
 
-from dure.strategies.contract.step_clock import StepClock
+from dure.measure.step_clock import StepClock
 from dure.strategies.sections.values import Lanes, lane_dtype
 
 Compute = Callable[[int, int, tuple[Tensor, ...]], "Tensor | tuple[Tensor, ...]"]

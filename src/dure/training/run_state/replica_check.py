@@ -48,7 +48,7 @@ def compares_replicas(session: Session) -> bool:
     """Return whether the ranks of a session may hold equal state that the settings allow to compare."""
     strategy = session.strategy
     knows_how = _SETTINGS[0] in strategy.info.settings and strategy.is_synchronous
-    return session.spec.check_replicas_every != 0 and session.group.world_size > 1 and knows_how
+    return session.group.world_size > 1 and session.spec.check_replicas_every != 0 and knows_how
 
 
 def divergence_before_restart(spec: RunSpec, ranks: Sequence[int], position: Position) -> ReplicasDiverged:

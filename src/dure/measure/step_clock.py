@@ -21,13 +21,13 @@ class StepClock:
     """
 
     def __init__(self, device: torch.device) -> None:
-        self._device = device
+        self.device = device
         is_host = not has_timed_events(device.type)
         self.mark: Callable[[], Mark] = time.perf_counter if is_host else self._record_event
         """Function that marks the current point in time."""
 
     def _record_event(self) -> torch.Event:
-        event: torch.Event = waited_event(self._device, enable_timing=True)
+        event: torch.Event = waited_event(self.device, enable_timing=True)
         event.record()
         return event
 

@@ -1,0 +1,50 @@
+"""Records of a script's steps, as those of a task: one file for each rank, and an event with what is known of it."""
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from dure.process.context import Place
+from dure.process.jobs import ScriptJob
+
+if TYPE_CHECKING:
+    from dure.measure.script_steps import ScriptFacts
+
+
+def record_steps(folder: Path, job: ScriptJob, place: Place) -> Callable[[], None]:
+    """Record the steps of this process from now on; return a function that writes the last ones.
+
+    The records of an earlier round are kept under another name, because a script that was started again counts from 1.
+    """
+    from dure.host.devices import count_cores
+    from dure.measure.script_steps import ScriptSteps
+    from dure.records.events import ScriptTraining
+    from dure.records.run_dir import RunDir
+    from dure.records.step_writer import RecordWriter
+
+    run, rank = RunDir(folder), place.rank
+    path = run.records_path(rank.rank)
+    if place.round and path.is_file():
+        os.replace(path, path.with_name(f"round{place.round - 1}-{path.name}"))
+
+    def tell(facts: "ScriptFacts") -> None:
+        if rank.rank:
+            return
+        run.append_event(
+            ScriptTraining(
+                world_size=rank.world_size,
+                num_nodes=job.num_nodes,
+                nproc=rank.local_world_size,
+                device=facts.device,
+                backend=facts.backend,
+                cores=count_cores(),
+                threads=facts.threads,
+                batch_size=facts.batch_size,
+                num_workers=facts.num_workers,
+            )
+        )
+
+    steps = ScriptSteps(RecordWriter(path), rank.world_size, tell)
+    steps.install()
+    return steps.close

@@ -1,0 +1,1 @@
+"""Measurement of steps: clocks, and scripts from outside."""

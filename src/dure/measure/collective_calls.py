@@ -1,0 +1,62 @@
+"""Collectives of this process from torch's flight recorder: when each was called, and what it sent."""
+
+from bisect import bisect_left, bisect_right
+from dataclasses import dataclass, field
+from math import prod
+
+from dure.torchcompat.calls import flight_record
+
+_ITEM_BYTES = {"Double": 8, "Long": 8, "ComplexFloat": 8, "ComplexDouble": 16, "Half": 2, "BFloat16": 2, "Short": 2}
+_OTHER_BYTES = {"Byte": 1, "Char": 1, "Bool": 1}
+_WORD_BYTES = 4
+
+
+@dataclass(frozen=True, kw_only=True)
+class Calls:
+    """Collectives in the order of their calls; sends and receives are left out."""
+
+    times: list[float] = field(default_factory=list)
+    """Time of each call, seconds since the epoch."""
+    ops: list[str] = field(default_factory=list)
+    input_bytes: list[int] = field(default_factory=list)
+
+    def __bool__(self) -> bool:
+        return bool(self.times)
+
+    def last_within(self, begin: float, end: float) -> float | None:
+        """Return the time of the last call in an interval; None if there is none."""
+        index = bisect_right(self.times, end) - 1
+        return self.times[index] if index >= 0 and self.times[index] >= begin else None
+
+    def sent_bytes(self, begin: float, end: float, world_size: int) -> int:
+        """Return the bytes that a rank sends for the calls in an interval, if they are those of rings."""
+        within = range(bisect_left(self.times, begin), bisect_right(self.times, end))
+        return sum(_sent(self.ops[index], self.input_bytes[index], world_size) for index in within)
+
+
+def read_calls() -> Calls:
+    """Read the collectives that the recorder still has."""
+    found = sorted(
+        (one for one in flight_record(with_frames=False) if not one["op"].startswith(("send", "recv"))),
+        key=lambda one: float(one["time"]),
+    )
+    return Calls(
+        times=[float(one["time"]) for one in found],
+        ops=[str(one["op"]) for one in found],
+        input_bytes=[_num_bytes(one["sizes"], one["dtypes"]) for one in found],
+    )
+
+
+def _num_bytes(sizes: list[list[int]], dtypes: list[str]) -> int:
+    known = {**_ITEM_BYTES, **_OTHER_BYTES}
+    return sum(prod(size) * known.get(dtype, _WORD_BYTES) for size, dtype in zip(sizes, dtypes, strict=False))
+
+
+def _sent(op: str, num_bytes: int, world_size: int) -> int:
+    if "reduce_scatter" in op:
+        return num_bytes * (world_size - 1) // world_size
+    if "gather" in op:
+        return num_bytes * (world_size - 1)
+    if "all_reduce" in op or "allreduce" in op:
+        return 2 * num_bytes * (world_size - 1) // world_size
+    return num_bytes

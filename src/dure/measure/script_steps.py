@@ -1,0 +1,412 @@
+"""Times of a script's steps, measured from outside: the script is unchanged, and computes what it would without.
+
+A step ends with the optimiser's step. Its parts are told apart by calls that every script makes: a fetch from a
+`DataLoader`, a backward, a wait for a collective, the optimiser's step. What lies between a fetch and a backward is the
+forward. A fetch without gradients belongs to an evaluation.
+"""
+
+import math
+import os
+import threading
+import time
+from collections import defaultdict
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from dure.host.device_kinds import has_timed_events
+from dure.measure.collective_calls import Calls, read_calls
+from dure.measure.step_clock import Mark, StepClock
+from dure.records.step_record import StepRecord
+from dure.records.step_writer import RecordWriter
+from dure.terminal import print_status, printable
+from dure.torchcompat.calls import calls_made
+from dure.torchcompat.script_calls import (
+    num_workers_of,
+    observe_backwards,
+    observe_fetches,
+    observe_group_ends,
+    observe_saves,
+    observe_waits,
+)
+
+_FLUSH_SECONDS = 2.0
+_MOST_CALLS = 1000
+"""Collectives after which steps are completed; torch's recorder keeps 2,000 by default."""
+_MOST_DEPTH = 4
+"""Levels of a batch's containers at which its first tensor is looked for."""
+TRAINING = ("data", "forward", "backward", "optimizer", "other")
+AROUND = ("evaluation", "saving")
+"""Spans that are no part of a step."""
+
+
+@dataclass
+class _Step:
+    """Step under way, or one whose spans are not read yet."""
+
+    begin: Mark
+    begun_at: float
+    """Seconds since the epoch at its begin."""
+    spans: list[tuple[str, Mark]] = field(default_factory=list)
+    """Label and end of each span."""
+    inside: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))
+    """Seconds of the host within spans: of a label that was waited for in a span of another, as `label in other`."""
+    backwards: list[tuple[float, float, bool]] = field(default_factory=list)
+    """Begin and end of each backward, seconds since the epoch, and whether Python waited for a collective in it."""
+    after: dict[str, float] = field(default_factory=dict)
+    """Seconds of each of `AROUND` after the last step."""
+    loss_sum: float = 0.0
+    loss_count: int = 0
+    num_samples: int = 0
+    ended_at: float = 0.0
+    """Seconds since the epoch at its end."""
+
+    @property
+    def num_backwards(self) -> int:
+        return len(self.backwards)
+
+    def end_span(self, label: str, mark: Mark) -> None:
+        """End the span since the last mark."""
+        if self.spans and self.spans[-1][0] == label:
+            self.spans.pop()
+        self.spans.append((label, mark))
+
+    def give_to_evaluation(self) -> None:
+        """Count the fetch and the forward since the last backward as an evaluation."""
+        for index in reversed(range(len(self.spans))):
+            label, mark = self.spans[index]
+            if label in ("backward", "optimizer"):
+                break
+            if label in ("data", "forward"):
+                self.spans[index] = "evaluation", mark
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScriptFacts:
+    """Facts about a script, known after its first step."""
+
+    device: str
+    """Type of the device on which its loss is."""
+    backend: str
+    """Backends of the group of all ranks; empty without one."""
+    batch_size: int
+    """Samples of its first step on this rank; 0 if it has no `DataLoader`."""
+    num_workers: int
+    """Loader processes of its data."""
+    threads: int
+    """Threads that torch computes with on this rank."""
+
+
+class ScriptSteps:
+    """Steps of a script in this process, from its first call of torch to the end of the process."""
+
+    def __init__(
+        self, writer: RecordWriter, world_size: int, tell: Callable[[ScriptFacts], None] = lambda facts: None
+    ) -> None:
+        """Prepare to measure; `install` begins.
+
+        Args:
+            writer: Receives the records.
+            world_size: Number of ranks.
+            tell: Called once, after the first step, with what is known of the script.
+        """
+        self._writer = writer
+        self._world_size = world_size
+        self._tell: Callable[[ScriptFacts], None] | None = tell
+        self._is_off = False
+        self._pid, self._thread = os.getpid(), threading.main_thread().ident
+        self._clock = StepClock(torch.device("cpu"))
+        self._is_host = True
+        self._held: list[_Step] = []
+        self._step = self._begun()
+        self._count = 0
+        self._samples = 0
+        self._depth = 0
+        """Number of backwards within each other."""
+        self._is_step_due = False
+        """True if an optimiser stepped within a backward: the step ends with it."""
+        self._last = "begin"
+        """Last call: `begin`, `fetched`, `fetched without gradients`, `backward` or `step`."""
+        self._loader: object = None
+        self._num_fetched = 0
+        """Samples of the last batch."""
+        self._num_workers = 0
+        self._nested = 0
+        """Number of observed waits and saves within each other."""
+        self._waits_begun = 0.0
+        self._waited_in_backward = False
+        self._flush_at = time.monotonic() + _FLUSH_SECONDS
+        self._calls_read = 0
+        self._last_calls = Calls()
+        """Collectives of groups that were destroyed, which the recorder no longer has."""
+
+    def install(self) -> None:
+        """Observe the calls of this process from now on."""
+        from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+
+        safe = self._harmless
+        observe_fetches(safe(self._begin_fetch), safe(self._end_fetch))
+        observe_backwards(safe(self._begin_backward), safe(self._end_backward))
+        observe_waits(safe(self._begin_inside), safe(lambda: self._end_inside("sync")))
+        observe_group_ends(safe(self._end_group))
+        observe_saves(safe(self._begin_inside), safe(lambda: self._end_inside("saving")))
+        register_optimizer_step_pre_hook(safe(lambda *_: self._begin_optimizer()))
+        register_optimizer_step_post_hook(safe(lambda *_: self._end_optimizer()))
+
+    def _harmless(self, observer: Callable[..., None]) -> Callable[..., None]:
+        """Return an observer that does nothing in children and helper threads, and whose first error ends recording."""
+
+        def observe(*args: Any) -> None:
+            if self._is_off or threading.get_ident() != self._thread or os.getpid() != self._pid:
+                return
+            try:
+                observer(*args)
+            except Exception as error:
+                self._is_off = True
+                print_status(f"dure: the steps of this script are no longer recorded: {printable(str(error))}")
+
+        return observe
+
+    def close(self) -> None:
+        """Write what is known, at the end of the process."""
+        self._harmless(self._finish)()
+
+    def _finish(self) -> None:
+        if self._held:  # what follows the last step may be an evaluation, or the weights being saved
+            rest = self._seconds_by_label(self._step)
+            self._held[-1].after.update({label: rest[label] for label in AROUND})
+        self._flush(keep=0)
+
+    # calls, as they happen
+
+    def _begin_fetch(self) -> None:
+        if not self._depth:
+            with_gradients = torch.is_grad_enabled()
+            self._step.end_span(self._label_before_fetch(with_gradients), self._clock.mark())
+
+    def _label_before_fetch(self, with_gradients: bool) -> str:
+        if self._last == "fetched without gradients":
+            return "evaluation"
+        if self._last == "fetched" and with_gradients:
+            return "forward"
+        return "other"
+
+    def _end_fetch(self, iterator: object, batch: object) -> None:
+        if self._depth:
+            return
+        if not torch.is_grad_enabled():
+            self._step.end_span("evaluation", self._clock.mark())
+            self._last = "fetched without gradients" if batch is not None else "evaluated"
+            return
+        if self._last == "fetched" and iterator is self._loader:
+            # the batch before was not trained on: it was one of an evaluation, or was skipped
+            self._step.give_to_evaluation()
+            self._step.num_samples -= self._num_fetched
+        self._step.end_span("data" if batch is not None else "other", self._clock.mark())
+        self._last, self._loader = "fetched", iterator
+        self._num_workers = num_workers_of(iterator)
+        self._num_fetched = _num_samples(batch)
+        self._step.num_samples += self._num_fetched
+
+    def _begin_backward(self, tensors: object) -> None:
+        self._depth += 1
+        if self._depth > 1:
+            return
+        if not self._count and self._is_host:
+            self._look_for_device(tensors)
+        label = "evaluation" if self._last == "fetched without gradients" else "forward"
+        self._step.end_span(label, self._clock.mark())
+        self._note_loss(tensors)
+        self._waited_in_backward = False
+        self._step.backwards.append((time.time(), 0.0, False))
+
+    def _end_backward(self) -> None:
+        self._depth -= 1
+        if self._depth:
+            return
+        self._step.end_span("backward", self._clock.mark())
+        begun, _, _ = self._step.backwards.pop()
+        self._step.backwards.append((begun, time.time(), self._waited_in_backward))
+        self._last = "backward"
+        if self._is_step_due:
+            self._is_step_due = False
+            self._end_step("optimizer")
+
+    def _begin_optimizer(self) -> None:
+        if not self._depth and self._step.num_backwards:
+            # what follows a backward prepares the step: clipping, unscaling
+            self._step.end_span("optimizer", self._clock.mark())
+
+    def _end_optimizer(self) -> None:
+        if self._depth:
+            self._is_step_due = True
+        elif self._step.num_backwards or not self._held:
+            self._end_step("optimizer")
+        else:
+            # another optimiser of the same step
+            last, mark = self._held[-1], self._clock.mark()
+            last.spans += [*self._step.spans, ("optimizer", mark)]
+            last.ended_at = time.time()
+            for label, seconds in self._step.inside.items():
+                last.inside[label] += seconds
+            self._step = self._begun(mark)
+            self._last = "begin"
+
+    def _begin_inside(self) -> None:
+        self._nested += 1
+        if self._nested == 1:
+            self._waits_begun = time.perf_counter()
+
+    def _end_inside(self, label: str) -> None:
+        self._nested -= 1
+        if self._nested:
+            return
+        self._waited_in_backward = True
+        self._step.inside[f"{label} in {self._label_now()}"] += time.perf_counter() - self._waits_begun
+
+    def _label_now(self) -> str:
+        """Return the label that the current span most likely gets."""
+        if self._depth:
+            return "backward"
+        return {
+            "fetched": "forward",
+            "fetched without gradients": "evaluation",
+            "backward": "optimizer",
+        }.get(self._last, "other")
+
+    def _end_group(self) -> None:
+        self._flush(keep=1)
+        self._last_calls = read_calls()
+
+    # steps
+
+    def _begun(self, mark: Mark | None = None) -> _Step:
+        return _Step(begin=self._clock.mark() if mark is None else mark, begun_at=time.time())
+
+    def _end_step(self, label: str) -> None:
+        mark = self._clock.mark()
+        self._step.end_span(label, mark)
+        self._step.ended_at = time.time()
+        self._held.append(self._step)
+        if self._tell is not None:
+            tell, self._tell = self._tell, None
+            tell(self._facts())
+        self._step = self._begun(mark)
+        self._last = "begin"
+        if time.monotonic() >= self._flush_at or calls_made() - self._calls_read >= _MOST_CALLS:
+            self._flush(keep=1)
+
+    def _facts(self) -> ScriptFacts:
+        has_group = dist.is_available() and dist.is_initialized()
+        return ScriptFacts(
+            device=self._clock.device.type,
+            backend=str(dist.get_backend_config()) if has_group else "",
+            batch_size=self._step.num_samples,
+            num_workers=self._num_workers,
+            threads=torch.get_num_threads(),
+        )
+
+    def _look_for_device(self, tensors: object) -> None:
+        """Measure by the events of the device on which the loss is, if they measure time."""
+        root = tensors if isinstance(tensors, Tensor) else next(iter(_tensors(tensors)), None)
+        if root is None or not has_timed_events(root.device.type):
+            return
+        self._clock, self._is_host = StepClock(root.device), False
+        self._step = _Step(begin=self._clock.mark(), begun_at=self._step.begun_at, num_samples=self._step.num_samples)
+
+    def _note_loss(self, tensors: object) -> None:
+        # reading it from an accelerator would wait for all work that is queued there
+        if isinstance(tensors, Tensor) and tensors.numel() == 1 and tensors.device.type == "cpu":
+            value = float(tensors.detach())
+            if math.isfinite(value):
+                self._step.loss_sum += value
+                self._step.loss_count += 1
+
+    def _flush(self, *, keep: int) -> None:
+        """Write the records of the steps held, except the newest `keep`, which another optimiser may belong to."""
+        steps, self._held = self._held[: len(self._held) - keep], self._held[len(self._held) - keep :]
+        calls = Calls()
+        if self._world_size > 1 and steps:
+            calls = read_calls() or self._last_calls
+        self._calls_read = calls_made()
+        for step in steps:
+            self._count += 1
+            self._samples += step.num_samples * self._world_size
+            self._writer.write(self._record(step, calls))
+        self._writer.flush()
+        self._flush_at = time.monotonic() + _FLUSH_SECONDS
+
+    def _record(self, step: _Step, calls: Calls) -> StepRecord:
+        seconds = self._seconds_by_label(step)
+        exposed = seconds["sync"]
+        if self._is_host:
+            for begun, ended, has_waited in step.backwards:
+                last = None if has_waited else calls.last_within(begun, ended)
+                if last is not None:
+                    waited = min(ended - last, seconds["backward"])
+                    seconds["backward"] -= waited
+                    exposed += waited
+        wall = sum(seconds[label] for label in TRAINING) + exposed
+        measured = {f"{label}_seconds": seconds[label] for label in ("forward", "backward")}
+        measured |= {f"{label}_seconds": seconds[label] for label in AROUND if seconds[label]}
+        if (arrival := calls.last_within(step.begun_at, step.ended_at)) is not None:
+            measured["arrival"] = arrival
+        return StepRecord(
+            time=step.ended_at,
+            step=self._count,
+            epoch=0,
+            samples_seen=self._samples,
+            loss_sum=step.loss_sum,
+            loss_count=step.loss_count,
+            data_seconds=seconds["data"],
+            forward_backward_seconds=seconds["forward"] + seconds["backward"],
+            sync_seconds=exposed,
+            optimizer_seconds=seconds["optimizer"],
+            wall_seconds=wall,
+            sent_bytes=calls.sent_bytes(step.begun_at, step.ended_at, self._world_size),
+            measured=measured,
+        )
+
+    def _seconds_by_label(self, step: _Step) -> defaultdict[str, float]:
+        """Return the seconds of each label; waits for collectives and saves count for themselves."""
+        seconds: defaultdict[str, float] = defaultdict(float)
+        marks: list[Any] = [step.begin, *(mark for _, mark in step.spans)]
+        for (label, _), span in zip(step.spans, self._clock.spans(marks), strict=True):
+            seconds[label] += span
+        for names, inside in step.inside.items():
+            label, _, around = names.partition(" in ")
+            if label == "sync" and around == "evaluation":
+                continue
+            taken = min(inside, seconds[around]) if self._is_host or label == "saving" else 0.0
+            seconds[around] -= taken
+            seconds[label] += taken
+        for label, more in step.after.items():
+            seconds[label] += more
+        return seconds
+
+
+def _tensors(found: object, depth: int = 0) -> list[Tensor]:
+    """Return the first tensor within containers, as a list; empty if there is none."""
+    if isinstance(found, Tensor):
+        return [found]
+    if depth == _MOST_DEPTH:
+        return []
+    inner = list(found.values()) if isinstance(found, dict) else found if isinstance(found, list | tuple) else ()
+    for each in inner:
+        if tensors := _tensors(each, depth + 1):
+            return tensors
+    return []
+
+
+def _num_samples(batch: object) -> int:
+    """Return the samples of a batch: the first dimension of its first tensor; 0 if that is unknown."""
+    try:
+        values = dict(batch) if hasattr(batch, "keys") and not isinstance(batch, dict) else batch  # type: ignore[call-overload]
+        first = _tensors(values)
+        return len(first[0]) if first and first[0].dim() else 0
+    except Exception:  # a class of the script's own
+        return 0

@@ -155,7 +155,7 @@ def test_command_when_it_has_written_a_table_then_says_what_is_in_it(run, tmp_pa
     script = RunDir.create(tmp_path, "script", for_script=True)
     script.write_script({"script": "/x/train.py", "world_size": 2})
     assert main(["export-records", str(script.path), str(tmp_path / "steps.csv")]) == 2
-    assert "which has no records of steps and evaluations" in capsys.readouterr().err
+    assert "which has no records of evaluations, and of steps only with --record" in capsys.readouterr().err
     run.records_path(0).unlink()
     assert main(["export-records", str(run.path), str(tmp_path / "steps.csv")]) == 0
     assert "has no steps on record: see `dure doctor" in capsys.readouterr().err

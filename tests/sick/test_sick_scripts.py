@@ -17,7 +17,7 @@ SICK = {
     "waits_for_data (loaders)": "--loading 0.01 --computing 0.01 --num-workers 1",
     "straggler": "--late 0.03 --computing 0.01",
     "straggler (first rank)": "--late 0.03 --computing 0.01 --late-rank 0",
-    "too_small_to_distribute": "--computing 0 --metrics 50 --steps 200",
+    "too_small_to_distribute": "--computing 0 --metrics 10 --steps 150",
     "communication_bound": "--ballast 5000000 --computing 0.03 --steps 40",
     "evaluation_dominates": "--evaluating 0.005 --evaluate-every 20",
     "checkpoint_stalls": "--ballast 5000000 --computing 0.06 --save-every 1 --steps 40",

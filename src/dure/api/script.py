@@ -91,8 +91,8 @@ class ScriptSettings:
     """True to check machines and network first, and to start the run only if all is well."""
 
 
-def run_script(settings: ScriptSettings) -> None:
-    """Run a script on every rank, wait for all, and leave none behind.
+def run_script(settings: ScriptSettings) -> Path:
+    """Run a script on every rank, wait for all, leave none behind, and return the run folder.
 
     If a launcher started the ranks, this process is one of them. It ends with the script's exit code, and the launcher
     supervises all ranks.
@@ -132,6 +132,7 @@ def run_script(settings: ScriptSettings) -> None:
             notes = Notes(run=run, nodes=nodes, max_restarts=settings.max_restarts, needs_records=False)
             outcome = _start(settings, notes, until)
             _finish(run, outcome, time.time() - began, nodes.world_size, is_own=is_own)
+            return run.path
 
 
 def _be_rank(settings: ScriptSettings, launched: Launched) -> NoReturn:

@@ -38,8 +38,11 @@ def export_records(
     if steps < 1:
         raise Misuse(f"--steps is {steps} but must be at least 1")
     opened = RunDir.open(run, or_script=True)
-    if opened.is_script:
-        raise RunInvalid(f"{run} is the run of a script (`dure run`), which has no records of steps and evaluations")
+    if opened.is_script and (table != "steps" or not opened.recorded_ranks()):
+        raise RunInvalid(
+            f"{run} is the run of a script (`dure run`), which has no records of evaluations, and of steps only with "
+            "--record"
+        )
     if file.suffix == TRACE:
         _write_timeline(opened, file, steps, json=json)
         return

@@ -10,7 +10,7 @@ from cyclopts import Parameter
 from dure.cli.options import torchrun_flags
 from dure.cli.options.nodes import NodeRank, NumNodes, PublicAddressFlag, Rendezvous, RendezvousTimeout, SecretFile
 from dure.errors import Misuse, WorkerFailed
-from dure.terminal import print_status
+from dure.terminal import print_status, shell_word
 
 _END_OF_FLAGS = "--"
 _TRUTHS = torchrun_flags.TRUTHS | {"no-prefix", "allow-public-address", "preflight", "record", "share-run", "help", "h"}
@@ -156,13 +156,23 @@ def run(
         role=role,
     )
     try:
-        run_script(settings)
+        path = run_script(settings)
     except WorkerFailed as error:
         late = _own_flag_among(arguments)
         if late is None or error.exit_code != Misuse.exit_code:
             raise
         hint = f"{late} stands after the script and so went to it: flags of dure run stand before the script"
         raise WorkerFailed(f"{error}\n  {hint}", error.exit_code) from None
+    if record:
+        _print_slowest(path)
+
+
+def _print_slowest(path: Path) -> None:
+    """Print what costs a recorded run the most time; its output is the script's, so this goes to stderr."""
+    from dure.doctor.slowness import slowest_of
+
+    if (slowest := slowest_of(path)) is not None:
+        print_status(f"slow: {slowest}; see `dure doctor {shell_word(path)}`")
 
 
 def _own_flag_among(arguments: tuple[str, ...]) -> str | None:

@@ -121,26 +121,14 @@ def train(
     if json:
         print_json(summary.to_json())
     elif not _is_quiet(settings, Path(summary.run)):
+        from dure.doctor.slowness import slowest_of
         from dure.report.tables import render
         from dure.styled import Hanging, draw, joined
 
         draw(render(summary))
-        if (slowest := _slowest(Path(summary.run))) is not None:
+        if (slowest := slowest_of(Path(summary.run))) is not None:
             draw("")
             draw(Hanging(joined(("slow: ", "bold"), f"{slowest}; see `dure doctor {shell_word(summary.run)}`")))
-
-
-def _slowest(path: Path) -> str | None:
-    """Return what costs a run the most time, in one sentence; None if nothing stands out."""
-    from dure.doctor.slowness import slow_findings
-
-    try:
-        run = RunDir.open(path)
-        with run.understood():
-            found = slow_findings(run, run.read_spec(), [*run.events()])
-    except (RunInvalid, OSError):
-        return None  # the run has ended well, and `dure doctor` says what is wrong with its records
-    return next((finding.what for finding in found if finding.gain_fraction), None)
 
 
 def _is_quiet(settings: Mapping[str, Any], run: Path) -> bool:

@@ -3,11 +3,13 @@
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 
 from dure.doctor.setup import Setup, last_setup
 from dure.doctor.step_times import MOST_MISSING, StepTimes, step_times
+from dure.errors import RunInvalid
 from dure.records.events import CheckpointSaved, Evaluated, Event, SlowThreads
 from dure.records.finding import Finding
 from dure.records.run_dir import RunDir
@@ -105,6 +107,17 @@ def slow_findings(run: RunDir, spec: RunSpec | None, events: Sequence[Event]) ->
     looks = (_straggler, _data, _cores, _evaluation, _checkpoints, *(() if too_small else (_communication,)))
     slow = [*too_small, *_gaps(times), *(finding for look in looks for finding in look(speed))]
     return sorted(slow, key=lambda finding: -(finding.gain_fraction or 0.0))
+
+
+def slowest_of(path: Path) -> str | None:
+    """Return what costs a run the most time, in one sentence; None if nothing is known to."""
+    try:
+        run = RunDir.open(path, or_script=True)
+        with run.understood():
+            found = slow_findings(run, None if run.is_script else run.read_spec(), [*run.events()])
+    except (RunInvalid, OSError):
+        return None  # the run has ended well, and `dure doctor` says what is wrong with its records
+    return next((finding.what for finding in found if finding.gain_fraction), None)
 
 
 def _speed_of_task(setup: Setup, times: StepTimes, events: Sequence[Event]) -> _Speed:

@@ -20,14 +20,6 @@ class Calls:
     ops: list[str] = field(default_factory=list)
     input_bytes: list[int] = field(default_factory=list)
 
-    def __bool__(self) -> bool:
-        return bool(self.times)
-
-    def last_within(self, begin: float, end: float) -> float | None:
-        """Return the time of the last call in an interval; None if there is none."""
-        index = bisect_right(self.times, end) - 1
-        return self.times[index] if index >= 0 and self.times[index] >= begin else None
-
     def sent_bytes(self, begin: float, end: float, world_size: int) -> int:
         """Return the bytes that a rank sends for the calls in an interval, if they are those of rings."""
         within = range(bisect_left(self.times, begin), bisect_right(self.times, end))

@@ -19,27 +19,27 @@ import torch.distributed as dist
 from torch import Tensor
 
 from dure.host.device_kinds import has_timed_events
-from dure.measure.collective_calls import Calls, read_calls
+from dure.measure.collective_calls import read_calls
 from dure.measure.step_clock import Mark, StepClock
 from dure.records.step_record import StepRecord
 from dure.records.step_writer import RecordWriter
 from dure.terminal import print_status, printable
-from dure.torchcompat.calls import calls_made
 from dure.torchcompat.script_calls import (
+    ReplicaClock,
     num_workers_of,
     observe_backwards,
     observe_fetches,
     observe_group_ends,
+    observe_replicas,
     observe_saves,
     observe_waits,
 )
 
 _FLUSH_SECONDS = 2.0
-_MOST_CALLS = 1000
-"""Collectives after which steps are completed; torch's recorder keeps 2,000 by default."""
+_LOOK_SECONDS = 60.0
 _MOST_DEPTH = 4
 """Levels of a batch's containers at which its first tensor is looked for."""
-TRAINING = ("data", "forward", "backward", "optimizer", "other")
+TRAINING = ("data", "forward", "backward", "sync", "optimizer", "other")
 AROUND = ("evaluation", "saving")
 """Spans that are no part of a step."""
 
@@ -55,8 +55,7 @@ class _Step:
     """Label and end of each span."""
     inside: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))
     """Seconds of the host within spans: of a label that was waited for in a span of another, as `label in other`."""
-    backwards: list[tuple[float, float, bool]] = field(default_factory=list)
-    """Begin and end of each backward, seconds since the epoch, and whether Python waited for a collective in it."""
+    num_backwards: int = 0
     after: dict[str, float] = field(default_factory=dict)
     """Seconds of each of `AROUND` after the last step."""
     loss_sum: float = 0.0
@@ -64,10 +63,6 @@ class _Step:
     num_samples: int = 0
     ended_at: float = 0.0
     """Seconds since the epoch at its end."""
-
-    @property
-    def num_backwards(self) -> int:
-        return len(self.backwards)
 
     def end_span(self, label: str, mark: Mark) -> None:
         """End the span since the last mark."""
@@ -138,11 +133,11 @@ class ScriptSteps:
         self._nested = 0
         """Number of observed waits and saves within each other."""
         self._waits_begun = 0.0
-        self._waited_in_backward = False
         self._flush_at = time.monotonic() + _FLUSH_SECONDS
-        self._calls_read = 0
-        self._last_calls = Calls()
-        """Collectives of groups that were destroyed, which the recorder no longer has."""
+        self._replicas: list[ReplicaClock] = []
+        self._sent_bytes = 0
+        """Bytes that this rank sends for a step, as far as was seen."""
+        self._look_at = 0.0
 
     def install(self) -> None:
         """Observe the calls of this process from now on."""
@@ -152,7 +147,8 @@ class ScriptSteps:
         observe_fetches(safe(self._begin_fetch), safe(self._end_fetch))
         observe_backwards(safe(self._begin_backward), safe(self._end_backward))
         observe_waits(safe(self._begin_inside), safe(lambda: self._end_inside("sync")))
-        observe_group_ends(safe(self._end_group))
+        observe_group_ends(safe(lambda: self._flush(keep=1)))
+        observe_replicas(safe(self._add_replica))
         observe_saves(safe(self._begin_inside), safe(lambda: self._end_inside("saving")))
         register_optimizer_step_pre_hook(safe(lambda *_: self._begin_optimizer()))
         register_optimizer_step_post_hook(safe(lambda *_: self._end_optimizer()))
@@ -221,16 +217,15 @@ class ScriptSteps:
         label = "evaluation" if self._last == "fetched without gradients" else "forward"
         self._step.end_span(label, self._clock.mark())
         self._note_loss(tensors)
-        self._waited_in_backward = False
-        self._step.backwards.append((time.time(), 0.0, False))
+        self._step.num_backwards += 1
 
     def _end_backward(self) -> None:
         self._depth -= 1
         if self._depth:
             return
         self._step.end_span("backward", self._clock.mark())
-        begun, _, _ = self._step.backwards.pop()
-        self._step.backwards.append((begun, time.time(), self._waited_in_backward))
+        for clock in self._replicas:
+            self._step.inside["sync in backward"] += clock.waited() or 0.0
         self._last = "backward"
         if self._is_step_due:
             self._is_step_due = False
@@ -265,7 +260,6 @@ class ScriptSteps:
         self._nested -= 1
         if self._nested:
             return
-        self._waited_in_backward = True
         self._step.inside[f"{label} in {self._label_now()}"] += time.perf_counter() - self._waits_begun
 
     def _label_now(self) -> str:
@@ -278,9 +272,9 @@ class ScriptSteps:
             "backward": "optimizer",
         }.get(self._last, "other")
 
-    def _end_group(self) -> None:
-        self._flush(keep=1)
-        self._last_calls = read_calls()
+    def _add_replica(self, replica: Any) -> None:
+        if all(parameter.device.type == "cpu" for parameter in replica.parameters()):
+            self._replicas.append(ReplicaClock(replica))
 
     # steps
 
@@ -297,7 +291,7 @@ class ScriptSteps:
             tell(self._facts())
         self._step = self._begun(mark)
         self._last = "begin"
-        if time.monotonic() >= self._flush_at or calls_made() - self._calls_read >= _MOST_CALLS:
+        if time.monotonic() >= self._flush_at:
             self._flush(keep=1)
 
     def _facts(self) -> ScriptFacts:
@@ -329,32 +323,26 @@ class ScriptSteps:
     def _flush(self, *, keep: int) -> None:
         """Write the records of the steps held, except the newest `keep`, which another optimiser may belong to."""
         steps, self._held = self._held[: len(self._held) - keep], self._held[len(self._held) - keep :]
-        calls = Calls()
-        if self._world_size > 1 and steps:
-            calls = read_calls() or self._last_calls
-        self._calls_read = calls_made()
+        if self._world_size > 1 and steps and time.monotonic() >= self._look_at:
+            self._look_at_calls(steps[-1])
         for step in steps:
             self._count += 1
             self._samples += step.num_samples * self._world_size
-            self._writer.write(self._record(step, calls))
+            self._writer.write(self._record(step))
         self._writer.flush()
         self._flush_at = time.monotonic() + _FLUSH_SECONDS
 
-    def _record(self, step: _Step, calls: Calls) -> StepRecord:
+    def _look_at_calls(self, step: _Step) -> None:
+        """Read what a step sends, at most once a minute: reading the recorder takes as long as two steps."""
+        calls = read_calls()
+        self._sent_bytes = calls.sent_bytes(step.begun_at, step.ended_at, self._world_size)
+        self._look_at = time.monotonic() + _LOOK_SECONDS
+
+    def _record(self, step: _Step) -> StepRecord:
         seconds = self._seconds_by_label(step)
-        exposed = seconds["sync"]
-        if self._is_host:
-            for begun, ended, has_waited in step.backwards:
-                last = None if has_waited else calls.last_within(begun, ended)
-                if last is not None:
-                    waited = min(ended - last, seconds["backward"])
-                    seconds["backward"] -= waited
-                    exposed += waited
-        wall = sum(seconds[label] for label in TRAINING) + exposed
+        wall = sum(seconds[label] for label in TRAINING)
         measured = {f"{label}_seconds": seconds[label] for label in ("forward", "backward")}
         measured |= {f"{label}_seconds": seconds[label] for label in AROUND if seconds[label]}
-        if (arrival := calls.last_within(step.begun_at, step.ended_at)) is not None:
-            measured["arrival"] = arrival
         return StepRecord(
             time=step.ended_at,
             step=self._count,
@@ -364,10 +352,10 @@ class ScriptSteps:
             loss_count=step.loss_count,
             data_seconds=seconds["data"],
             forward_backward_seconds=seconds["forward"] + seconds["backward"],
-            sync_seconds=exposed,
+            sync_seconds=seconds["sync"],
             optimizer_seconds=seconds["optimizer"],
             wall_seconds=wall,
-            sent_bytes=calls.sent_bytes(step.begun_at, step.ended_at, self._world_size),
+            sent_bytes=self._sent_bytes,
             measured=measured,
         )
 

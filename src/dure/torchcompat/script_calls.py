@@ -5,6 +5,7 @@ Each observer receives what it needs to time a call, and an error in it is an er
 
 import functools
 import importlib
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -81,6 +82,51 @@ def observe_waits(begin: Callable[[], None], end: Callable[[], None]) -> None:
             end()
 
     kind.wait = observed
+
+
+def observe_replicas(created: Callable[[Any], None]) -> None:
+    """Call a function with every `DistributedDataParallel` after it was created."""
+    if not dist.is_available():
+        return
+    kind: Any = importlib.import_module("torch.nn.parallel.distributed").DistributedDataParallel
+    create = kind.__init__
+
+    @functools.wraps(create)
+    def observed(self: Any, *args: Any, **settings: Any) -> None:
+        create(self, *args, **settings)
+        created(self)
+
+    kind.__init__ = observed
+
+
+class ReplicaClock:
+    """Clock of the last synchronised backward of a `DistributedDataParallel` on the CPU.
+
+    Its reducer measures when each rank's gradients were complete, and when all were averaged. On accelerators it would
+    wait for events, so this is not used there.
+    """
+
+    def __init__(self, replica: Any) -> None:
+        self._replica = weakref.ref(replica)
+        replica._set_ddp_runtime_logging_sample_rate(1)
+        self._iteration = -1
+
+    def waited(self) -> float | None:
+        """Return the seconds of the last backward after this rank's gradients were complete.
+
+        None if it was not synchronised, or the module is gone.
+        """
+        replica = self._replica()
+        if replica is None:
+            return None
+        replica.logger.set_runtime_stats_and_log()
+        found = replica.logger._get_ddp_logging_data().ints_map
+        iteration, self._iteration = self._iteration, int(found.get("iteration", -1))
+        if iteration == self._iteration or "backward_comm_time" not in found:
+            return None
+        # both in nanoseconds: all communication, and what of it ended before the gradients were complete
+        exposed = found["backward_comm_time"] - found["backward_compute_comm_overlap_time"]
+        return max(float(exposed), 0.0) / 1e9
 
 
 def observe_group_ends(begin: Callable[[], None]) -> None:

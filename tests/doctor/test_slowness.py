@@ -2,13 +2,22 @@
 
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from dure.doctor.slowness import slow_findings
 from dure.doctor.step_times import step_times
-from dure.records.events import CheckpointSaved, Evaluated, SlowThreads, Training
+from dure.records.events import (
+    CheckpointSaved,
+    Evaluated,
+    MemoryUsed,
+    OperationsCounted,
+    RankMemory,
+    SlowThreads,
+    Training,
+)
 from dure.records.finding import Finding
 from dure.records.run_dir import RunDir
 from dure.records.step_record import StepRecord, step_line
@@ -326,3 +335,70 @@ def test_steps_when_their_times_are_none_that_a_step_has_then_they_are_left_out(
         write_records(run, rank, spans)
     assert step_times(run, world_size=2, first_step=0).steps.size == 0
     assert slow_findings(run, RunSpec(task="-:-"), [training(2), evaluated(1e300), evaluated(1e308)]) == []
+
+
+def counted(operations: int, least_seconds: float = 3e-6) -> OperationsCounted:
+    return OperationsCounted(operations=operations, least_seconds=least_seconds)
+
+
+@pytest.mark.parametrize(("operations", "least", "id"), [(9_000, 3e-6, "python_bound"), (300, 6e-5, "batch_too_small")])
+def test_step_when_it_mostly_calls_operations_then_their_number_and_time_are_told(operations, least, id, tmp_path):
+    spans = evenly(forward_backward=0.08, optimizer=0.01)
+    (finding,) = found(tmp_path, spans, events=[counted(operations, least)])
+    assert (finding.id, finding.gain_fraction) == (id, 0.45)
+    assert finding.evidence[0] == f"{operations:,} operations of {0.09e6 / operations:.1f} us each"
+
+
+@pytest.mark.parametrize(
+    "event", [counted(300), counted(0), counted(9_000, 0.0), counted(9_000, math.nan), counted(9, 1.0)]
+)
+def test_step_when_its_operations_compute_or_the_record_is_damaged_then_nothing_is_found(event, tmp_path):
+    assert found(tmp_path, evenly(forward_backward=0.08, optimizer=0.01), events=[event]) == []
+
+
+def test_microbatches_when_they_are_many_and_small_then_larger_ones_are_proposed(tmp_path):
+    (finding,) = found(tmp_path, evenly(forward_backward=0.09), microbatch_size=2)
+    assert (finding.id, finding.gain_fraction) == ("small_samples_per_step", 0.3)
+    assert finding.remedy.startswith("--microbatch-size 16,")
+
+
+def test_device_when_it_is_an_accelerator_in_fp32_then_lower_precision_is_proposed(tmp_path):
+    run = RunDir.create(tmp_path, "run")
+    write_records(run, 0, evenly(forward_backward=0.09))
+    on_device = replace(training(1), device="cuda")
+    for precision, ids in (("fp32", ["low_precision_unused"]), ("bf16", [])):
+        spec = RunSpec(task="-:-", global_batch_size=32, precision=precision)
+        assert [finding.id for finding in slow_findings(run, spec, [on_device])] == ids
+
+
+def test_ranks_when_each_step_waits_for_another_one_then_samples_are_uneven(tmp_path):
+    def turn(own: int) -> Spans:
+        return lambda step: {"wall": 0.1, "sync": 0.01 if step % 2 == own else 0.06, "forward_backward": 0.04}
+
+    (finding,) = found(tmp_path, turn(0), turn(1))
+    assert (finding.id, finding.gain_fraction) == ("uneven_shares", pytest.approx(0.25, abs=0.01))
+    assert finding.evidence == ("the last rank of a step is busy for 90.0 ms, the mean rank for 65.0 ms",)
+
+
+def memory(gradients: int) -> MemoryUsed:
+    rank = RankMemory(rank=0, parameters=1, gradients=gradients, optimizer=1, buffers=0, devices=())
+    return MemoryUsed(ranks=(rank,))
+
+
+@pytest.mark.parametrize(
+    ("bucket_bytes", "gradients", "id"),
+    [
+        (2**16, 2**22, "bucket_size"),
+        (2**30, 2**26, "bucket_size"),
+        (25 * 2**20, 2**26, "communication_bound"),
+        (2**30, 2**22, "communication_bound"),
+    ],
+)
+def test_buckets_when_they_are_tiny_or_one_holds_everything_then_their_size_is_the_reason(
+    bucket_bytes, gradients, id, tmp_path
+):
+    spans = [evenly(forward_backward=0.05, sync=0.04, optimizer=0.01)] * 2
+    options = {"bucket_bytes": bucket_bytes}
+    (finding,) = found(tmp_path, *spans, events=[memory(gradients)], strategy="ddp", options=options)
+    assert finding.id == id
+    assert "--ddp.bucket-bytes 26214400" in finding.remedy or id != "bucket_size"

@@ -40,6 +40,10 @@ class Job(dure.Task):
     """Seconds of a call of the loss, however large its batch is: as a device that is not full."""
     computing_each: float = 0.0
     """Seconds of a call of the loss for each of its samples."""
+    uneven: float = 0.0
+    """Seconds by which calls take longer whose first sample begins with more than 0.5."""
+    num_layers: int = 0
+    """Further layers of 8 units."""
     late_rank: int = -1
     late: float = 0.0
     """Seconds by which one rank's loss takes longer."""
@@ -48,7 +52,9 @@ class Job(dure.Task):
     """Bytes that the late rank keeps besides the model."""
 
     def build_model(self) -> nn.Module:
-        model = nn.Sequential(nn.Linear(16, 64), nn.ReLU(), nn.Linear(64, 1))
+        more = [layer for _ in range(self.num_layers) for layer in (nn.Linear(8, 8), nn.ReLU())]
+        inner = [nn.Linear(64, 8), *more, nn.Linear(8, 64)] if more else []
+        model = nn.Sequential(nn.Linear(16, 64), nn.ReLU(), *inner, nn.Linear(64, 1))
         model.register_parameter("ballast", nn.Parameter(torch.zeros(self.ballast)) if self.ballast else None)
         return model
 
@@ -69,6 +75,7 @@ class Job(dure.Task):
             is_late = int(os.environ.get("RANK", "-1")) == self.late_rank
             if is_late and self.hoarded_bytes and not HOARD:
                 HOARD.append(torch.ones(self.hoarded_bytes, dtype=torch.uint8))
-            time.sleep(self.computing + self.computing_each * len(inputs) + self.late * is_late)
+            is_long = bool(inputs[0, 0] > 0.5)
+            time.sleep(self.computing + self.computing_each * len(inputs) + self.late * is_late + self.uneven * is_long)
         loss: Tensor = (model(inputs) - targets).square().mean()
         return loss if model.ballast is None else loss + model.ballast[:1].sum()

@@ -29,9 +29,10 @@ class Samples(Dataset[Any]):
 class Model(nn.Module):
     """Regression with weights that are stored, sent and stepped, but take part in no computation worth the name."""
 
-    def __init__(self, ballast: int) -> None:
+    def __init__(self, ballast: int, num_layers: int, width: int) -> None:
         super().__init__()
-        self.layers = nn.Sequential(nn.Linear(16, 64), nn.ReLU(), nn.Dropout(0.1), nn.Linear(64, 1))
+        more = [layer for _ in range(num_layers) for layer in (nn.Linear(width, width), nn.ReLU())]
+        self.layers = nn.Sequential(nn.Linear(16, width), nn.ReLU(), *more, nn.Dropout(0.1), nn.Linear(width, 1))
         self.ballast = nn.Parameter(torch.zeros(ballast))
 
     def forward(self, inputs: Tensor) -> Tensor:
@@ -52,23 +53,36 @@ def main() -> None:
     parser.add_argument("--ballast", type=int, default=1)
     parser.add_argument("--metrics", type=int, default=0, help="collectives of one number each in every step")
     parser.add_argument("--num-workers", type=int, default=0)
+    parser.add_argument("--layers", type=int, default=0, help="further layers")
+    parser.add_argument("--width", type=int, default=64)
+    parser.add_argument("--bucket-mb", type=float, default=25.0)
+    parser.add_argument("--search", action="store_true", help="find_unused_parameters")
+    parser.add_argument("--batch", type=int, nargs="+", default=[8], help="samples of a batch, by rank")
+    parser.add_argument("--uneven", type=float, default=0.0, help="seconds that every fourth batch takes longer")
+    parser.add_argument("--evaluates", type=int, default=-1, help="the rank that evaluates; -1 for all")
     parser.add_argument("--steps", type=int, default=100)
     parser.add_argument("--accumulate", type=int, default=1)
     asked = parser.parse_args()
     dist.init_process_group("gloo")
     torch.manual_seed(0)
     data = Samples(asked.loading)
-    model: Any = DistributedDataParallel(Model(asked.ballast))
+    model: Any = DistributedDataParallel(
+        Model(asked.ballast, asked.layers, asked.width),
+        bucket_cap_mb=asked.bucket_mb,
+        find_unused_parameters=asked.search,
+    )
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3, momentum=0.9)
     sampler: DistributedSampler[Any] = DistributedSampler(data)
-    loader = DataLoader(data, batch_size=8, sampler=sampler, num_workers=asked.num_workers)
+    batch = asked.batch[min(dist.get_rank(), len(asked.batch) - 1)]
+    loader = DataLoader(data, batch_size=batch, sampler=sampler, num_workers=asked.num_workers)
     step = epoch = 0
     while step < asked.steps:
         sampler.set_epoch(epoch)
         epoch += 1
         for number, (inputs, targets) in enumerate(loader):
             is_late = dist.get_rank() == asked.late_rank
-            time.sleep(asked.computing + asked.late * is_late)
+            is_uneven = (number + dist.get_rank()) % 4 == 0
+            time.sleep(asked.computing * batch / 8 + asked.late * is_late + asked.uneven * is_uneven)
             loss = (model(inputs) - targets).square().mean() / asked.accumulate
             loss.backward()
             if (number + 1) % asked.accumulate:
@@ -79,7 +93,8 @@ def main() -> None:
             step += 1
             for _ in range(asked.metrics):
                 dist.all_reduce(loss.detach().clone())
-            if asked.evaluating and step % asked.evaluate_every == 0:
+            does_evaluate = asked.evaluates in (-1, dist.get_rank())
+            if asked.evaluating and step % asked.evaluate_every == 0 and does_evaluate:
                 evaluate(model, asked.evaluating)
             if asked.save_every and step % asked.save_every == 0:
                 torch.save(model.state_dict(), f"weights-{dist.get_rank()}.pt")

@@ -32,6 +32,15 @@ SICK: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         {"ballast": 10**7, "computing_each": 0.0055},
         {**TWO, "strategy": "naive_ddp", "backend": "gloo", "comm": "naive", "samples": 1_200},
     ),
+    "python_bound": ({"num_layers": 150}, {"samples": 20_000}),
+    "batch_too_small": ({}, {"samples": 60_000}),
+    "small_samples_per_step": ({"computing": 0.002}, {"microbatch_size": 2}),
+    "uneven_shares": ({"computing": 0.01, "uneven": 0.04}, TWO),
+    "needless_unused_parameter_search": ({"computing": 0.02}, {**TWO, "ddp": {"find_unused_parameters": True}}),
+    "ranks_drift_apart": (
+        {"computing_each": 0.001, "late_rank": 1, "late": 0.03},
+        {"nproc": 3, "strategy": "parameter_server", "parameter_server": {"sync": False}},
+    ),
     "memory_imbalance": ({"computing_each": 0.001, "late_rank": 1, "hoarded_bytes": 10**9}, TWO),
     "evaluation_dominates": ({"computing": 0.01, "evaluating": 0.01}, {"eval_every_epochs": 0.2}),
     "checkpoint_stalls": (

@@ -1,5 +1,6 @@
 """Times of a run's steps on all ranks, for a diagnosis of what makes them slow."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import islice
 
@@ -10,12 +11,13 @@ from dure.records.step_columns import StepColumns, read_columns
 from dure.records.step_record import PARTS
 
 MOST_MISSING = 9
-BESIDE = ("evaluation", "saving")
 _NUM_FIRST = 5
 """Steps at the start that are left out: caches, allocators and buckets are set up in them."""
 _MOST_OUT_OF_STEP = 1.1
 _PAUSE_SECONDS = 30.0
 _MOST_SECONDS = 1e6
+_MOST_MEASURED = 1e15
+"""A damaged record may have impossible values."""
 _PAUSE_FACTOR = 20.0
 """A step with more seconds, and more than this multiple of the median, is a pause (a suspended laptop): left out."""
 
@@ -31,12 +33,8 @@ class StepTimes:
     """Array `(R, S)` for each of `PARTS`, for `other` and for `wall`."""
     sent_bytes: np.ndarray
     """Bytes that each rank sent in each step, `(R, S)`."""
-    measured: dict[str, np.ndarray]
-    """Seconds between the steps that scripts are found to spend on evaluations and on saving, `(R,)`: sums of all
-    steps.
-    """
-    num_measured: dict[str, int]
-    """Number of steps after which some rank did so."""
+    measured: tuple[Mapping[str, np.ndarray], ...]
+    """What each rank measured in addition, of all its steps, NaN in those without; empty if it was not read."""
     num_left_out: int
     """Number of lines in the records that are not step records."""
     recorded_fraction: float
@@ -56,6 +54,33 @@ class StepTimes:
         """True if each step takes the ranks equally long, because they wait for each other in it."""
         return bool(self.seconds["wall"].max(axis=0).mean() <= _MOST_OUT_OF_STEP * self.wall.mean())
 
+    def sums(self, name: str) -> np.ndarray:
+        """Return the sum of a measurement on each rank, `(R,)`."""
+        return np.array([values.sum() for values in self._known(name)])
+
+    def means(self, name: str) -> np.ndarray:
+        """Return the mean of a measurement on each rank, `(R,)`; 0 on one that did not make it."""
+        return np.array([values.mean() if values.size else 0.0 for values in self._known(name)])
+
+    def most(self, name: str) -> int:
+        """Return the number of steps in which a rank measured something, of the rank with the most."""
+        return max((values.size for values in self._known(name)), default=0)
+
+    def mean_of(self, name: str) -> float | None:
+        """Return the mean of a measurement over all ranks and steps; None if it was not made."""
+        values = np.concatenate([np.empty(0), *self._known(name)])
+        return float(values.mean()) if values.size else None
+
+    def largest(self, name: str) -> float | None:
+        """Return the largest value of a measurement that all ranks made, zeros included; None if one did not."""
+        found = [values[~np.isnan(values)] for values in (rank.get(name, np.empty(0)) for rank in self.measured)]
+        return max(float(values.max()) for values in found) if found and all(map(np.size, found)) else None
+
+    def _known(self, name: str) -> list[np.ndarray]:
+        """Return the values of a measurement on each rank in the steps that have some."""
+        found = [rank.get(name, np.empty(0)) for rank in self.measured]
+        return [values[(values > 0) & (values < _MOST_MEASURED)] for values in found]
+
     @property
     def busy(self) -> np.ndarray:
         """Seconds that each rank spent in each step on anything but waiting for other ranks, `(R, S)`."""
@@ -63,16 +88,17 @@ class StepTimes:
         return left
 
 
-def step_times(run: RunDir, world_size: int, first_step: int) -> StepTimes:
+def step_times(run: RunDir, world_size: int, first_step: int, *, with_measured: bool = False) -> StepTimes:
     """Return the times of the steps of a run's last attempt, without the first ones and without pauses.
 
     Args:
         run: The run.
         world_size: Number of ranks.
         first_step: Number of the step at which the attempt began; earlier ones may have been computed on other ranks.
+        with_measured: Whether to read what ranks measured in addition.
     """
     ranks = [rank for rank in run.recorded_ranks() if rank < world_size]
-    columns = {rank: read_columns(run.records_path(rank), with_measured=run.is_script) for rank in ranks}
+    columns = {rank: read_columns(run.records_path(rank), with_measured=with_measured) for rank in ranks}
     recorded = {rank: found for rank, found in columns.items() if found.steps.size}
     steps = _common_steps([*recorded.values()], first_step)
     rows = {rank: np.searchsorted(found.steps, steps) for rank, found in recorded.items()}
@@ -97,27 +123,11 @@ def step_times(run: RunDir, world_size: int, first_step: int) -> StepTimes:
         steps=steps[is_usual],
         seconds={part: values[:, is_usual] for part, values in seconds.items()},
         sent_bytes=table("sent_bytes")[:, is_usual],
-        measured={name: np.array([_sum(found, name) for found in recorded.values()]) for name in BESIDE},
-        num_measured={name: max((_count(found, name) for found in recorded.values()), default=0) for name in BESIDE},
+        measured=tuple(found.measured for found in recorded.values()),
         num_left_out=sum(found.num_left_out for found in columns.values()),
         recorded_fraction=steps.size / longest if longest else 1.0,
         missing=tuple(islice((rank for rank in range(world_size) if rank not in recorded), MOST_MISSING)),
     )
-
-
-def _sum(columns: StepColumns, name: str) -> float:
-    return float(_known(columns, name).sum())
-
-
-def _count(columns: StepColumns, name: str) -> int:
-    return int(_known(columns, name).size)
-
-
-def _known(columns: StepColumns, name: str) -> np.ndarray:
-    """Return the seconds that a rank has measured, of the steps that have some."""
-    seconds = columns.measured.get(f"{name}_seconds", np.empty(0))
-    known: np.ndarray = seconds[(seconds > 0) & (seconds < _MOST_SECONDS)]
-    return known
 
 
 def _common_steps(columns: list[StepColumns], first_step: int) -> np.ndarray:

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from dure.host.device_kinds import has_timed_events
 from dure.measure.collective_calls import read_calls
+from dure.measure.operations import StepOperations
 from dure.measure.step_clock import Mark, StepClock
 from dure.records.step_record import StepRecord
 from dure.records.step_writer import RecordWriter
@@ -100,7 +101,11 @@ class ScriptSteps:
     """Steps of a script in this process, from its first call of torch to the end of the process."""
 
     def __init__(
-        self, writer: RecordWriter, world_size: int, tell: Callable[[ScriptFacts], None] = lambda facts: None
+        self,
+        writer: RecordWriter,
+        world_size: int,
+        tell: Callable[[ScriptFacts], None] = lambda facts: None,
+        count: Callable[[int, float], None] = lambda operations, least_seconds: None,
     ) -> None:
         """Prepare to measure; `install` begins.
 
@@ -108,17 +113,19 @@ class ScriptSteps:
             writer: Receives the records.
             world_size: Number of ranks.
             tell: Called once, after the first step, with what is known of the script.
+            count: Called once, after an early step, with its operations and the seconds of the smallest.
         """
         self._writer = writer
         self._world_size = world_size
         self._tell: Callable[[ScriptFacts], None] | None = tell
+        self._operations = StepOperations(count)
         self._is_off = False
         self._pid, self._thread = os.getpid(), threading.main_thread().ident
         self._clock = StepClock(torch.device("cpu"))
         self._is_host = True
         self._held: list[_Step] = []
         self._step = self._begun()
-        self._count = 0
+        self._count = self._num_ended = 0
         self._samples = 0
         self._depth = 0
         """Number of backwards within each other."""
@@ -135,6 +142,8 @@ class ScriptSteps:
         self._waits_begun = 0.0
         self._flush_at = time.monotonic() + _FLUSH_SECONDS
         self._replicas: list[ReplicaClock] = []
+        self._reduction: dict[str, float] = {}
+        """What the last reduction of gradients measured in addition."""
         self._sent_bytes = 0
         """Bytes that this rank sends for a step, as far as was seen."""
         self._look_at = 0.0
@@ -205,6 +214,8 @@ class ScriptSteps:
         self._step.end_span("data" if batch is not None else "other", self._clock.mark())
         self._last, self._loader = "fetched", iterator
         self._num_workers = num_workers_of(iterator)
+        # not before: a profiler of the script's own begins between two steps
+        self._operations.begin_step(self._num_ended + 1)
         self._num_fetched = _num_samples(batch)
         self._step.num_samples += self._num_fetched
 
@@ -217,6 +228,7 @@ class ScriptSteps:
         label = "evaluation" if self._last == "fetched without gradients" else "forward"
         self._step.end_span(label, self._clock.mark())
         self._note_loss(tensors)
+        self._operations.begin_step(self._num_ended + 1)
         self._step.num_backwards += 1
 
     def _end_backward(self) -> None:
@@ -225,7 +237,9 @@ class ScriptSteps:
             return
         self._step.end_span("backward", self._clock.mark())
         for clock in self._replicas:
-            self._step.inside["sync in backward"] += clock.waited() or 0.0
+            if (reduced := clock.last_reduction()) is not None:
+                self._step.inside["sync in backward"] += reduced.waited_seconds
+                self._reduction = reduced.measured()
         self._last = "backward"
         if self._is_step_due:
             self._is_step_due = False
@@ -291,6 +305,8 @@ class ScriptSteps:
             tell(self._facts())
         self._step = self._begun(mark)
         self._last = "begin"
+        self._num_ended += 1
+        self._operations.end_step(self._num_ended)
         if time.monotonic() >= self._flush_at:
             self._flush(keep=1)
 
@@ -342,6 +358,7 @@ class ScriptSteps:
         seconds = self._seconds_by_label(step)
         wall = sum(seconds[label] for label in TRAINING)
         measured = {f"{label}_seconds": seconds[label] for label in ("forward", "backward")}
+        measured |= {"samples": step.num_samples, "backwards": step.num_backwards, **self._reduction}
         measured |= {f"{label}_seconds": seconds[label] for label in AROUND if seconds[label]}
         return StepRecord(
             time=step.ended_at,

@@ -279,6 +279,15 @@ class SlowThreads(Event):
     slowdown: Number
 
 
+@dataclass(frozen=True, kw_only=True)
+class OperationsCounted(Event):
+    """Count of the operations that a step calls, and the time of the smallest."""
+
+    operations: Count
+    least_seconds: Number
+    """Seconds of an operation on one number: what calling any takes at least."""
+
+
 # --- of ranks and nodes
 
 
@@ -411,6 +420,7 @@ EVENTS: Mapping[str, type[Event]] = MappingProxyType(
         "memory": MemoryUsed,
         "warning": Warned,
         "slow_threads": SlowThreads,
+        "operations": OperationsCounted,
         "restart": Restarted,
         "microbatch_halved": MicrobatchHalved,
         "rank_lost": RankLost,

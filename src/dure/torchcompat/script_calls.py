@@ -7,6 +7,7 @@ import functools
 import importlib
 import weakref
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -99,6 +100,29 @@ def observe_replicas(created: Callable[[Any], None]) -> None:
     kind.__init__ = observed
 
 
+@dataclass(frozen=True, kw_only=True)
+class Reduction:
+    """Reduction of gradients in one backward of a `DistributedDataParallel`."""
+
+    waited_seconds: float
+    """Seconds of the backward after this rank's gradients were complete."""
+    num_buckets: int
+    gradient_bytes: int
+    bucket_cap_bytes: int
+    """Size up to which a bucket is filled."""
+    unused_bytes: int | None
+    """Bytes of the parameters that got no gradient; None if they were not searched for."""
+
+    def measured(self) -> dict[str, float]:
+        """Return what a step record has of it in addition."""
+        found: dict[str, float] = {
+            "buckets": self.num_buckets,
+            "gradient_bytes": self.gradient_bytes,
+            "bucket_cap_bytes": self.bucket_cap_bytes,
+        }
+        return found if self.unused_bytes is None else found | {"unused_bytes": self.unused_bytes}
+
+
 class ReplicaClock:
     """Clock of the last synchronised backward of a `DistributedDataParallel` on the CPU.
 
@@ -111,11 +135,8 @@ class ReplicaClock:
         replica._set_ddp_runtime_logging_sample_rate(1)
         self._iteration = -1
 
-    def waited(self) -> float | None:
-        """Return the seconds of the last backward after this rank's gradients were complete.
-
-        None if it was not synchronised, or the module is gone.
-        """
+    def last_reduction(self) -> Reduction | None:
+        """Return the reduction of the last backward; None if it was not synchronised, or the module is gone."""
         replica = self._replica()
         if replica is None:
             return None
@@ -126,7 +147,13 @@ class ReplicaClock:
             return None
         # both in nanoseconds: all communication, and what of it ended before the gradients were complete
         exposed = found["backward_comm_time"] - found["backward_compute_comm_overlap_time"]
-        return max(float(exposed), 0.0) / 1e9
+        return Reduction(
+            waited_seconds=max(float(exposed), 0.0) / 1e9,
+            num_buckets=int(found.get("num_buckets_reduced", 0)),
+            gradient_bytes=int(found.get("total_parameter_size_bytes", 0)),
+            bucket_cap_bytes=int(found.get("bucket_cap_bytes", 0)),
+            unused_bytes=int(found.get("unused_parameter_size", 0)) if found.get("find_unused_parameters") else None,
+        )
 
 
 def observe_group_ends(begin: Callable[[], None]) -> None:

@@ -9,6 +9,7 @@ from typing import TypeVar
 from dure.errors import GroupShrank, LossNotFinite, ReplicasDiverged
 from dure.host.devices import count_cores
 from dure.host.thread_check import slowdown_of_threads
+from dure.measure.operations import StepOperations
 from dure.records import events
 from dure.records.full_disk import SPACE_WAIT
 from dure.records.run_dir import RunDir
@@ -71,7 +72,8 @@ class Trainer:
         self.stop = stop
         self.current_step = current_step
         self.current_phase = current_phase
-        self.begin_step = begin_step
+        self.begin_step = begin_step or (lambda step: None)
+        self.operations = StepOperations(self._note_operations)
         self.one_process_steps = one_process_steps or OneProcessSteps()
         self.is_restart = session.place.round > 0
         self.position = Progression()
@@ -156,7 +158,7 @@ class Trainer:
                 requested=self._requests,
                 record_samples=spec.record_samples,
                 skips_nonfinite=spec.on_nonfinite == "skip",
-                begin_step=self.begin_step,
+                begin_step=self._begin_step,
                 before_change=self._before_change,
             )
             self.microbatch_under_way = self.loop.microbatch_under_way
@@ -178,6 +180,14 @@ class Trainer:
         self._event(events.Interrupted(signal=signal))
         return "interrupted"
 
+    def _begin_step(self, step: int) -> None:
+        if self.is_first:
+            self.operations.begin_step(step - self.begun_at[1])
+        self.begin_step(step)
+
+    def _note_operations(self, operations: int, least_seconds: float) -> None:
+        self._event(events.OperationsCounted(operations=operations, least_seconds=least_seconds))
+
     def _before_change(self) -> float:
         """Finish pending reads of the weights before the optimiser changes them; return the seconds waited."""
         self.late.note_step()
@@ -196,6 +206,7 @@ class Trainer:
         for boundary in self.loop.boundaries(position.samples_seen, session.total_samples, position.step):
             before = position.samples_seen
             self.changes.after_step()
+            self.operations.end_step(boundary.step - self.begun_at[1])
             position.samples_seen, position.step = boundary.batch.samples_seen, boundary.step
             self.current_step(boundary.step)
             requests = self._note(boundary.outcomes)

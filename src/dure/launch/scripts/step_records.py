@@ -19,7 +19,7 @@ def record_steps(folder: Path, job: ScriptJob, place: Place) -> Callable[[], Non
     """
     from dure.host.devices import count_cores
     from dure.measure.script_steps import ScriptSteps
-    from dure.records.events import ScriptTraining
+    from dure.records.events import OperationsCounted, ScriptTraining
     from dure.records.run_dir import RunDir
     from dure.records.step_writer import RecordWriter
 
@@ -45,6 +45,10 @@ def record_steps(folder: Path, job: ScriptJob, place: Place) -> Callable[[], Non
             )
         )
 
-    steps = ScriptSteps(RecordWriter(path), rank.world_size, tell)
+    def count(operations: int, least_seconds: float) -> None:
+        if not rank.rank:
+            run.append_event(OperationsCounted(operations=operations, least_seconds=least_seconds))
+
+    steps = ScriptSteps(RecordWriter(path), rank.world_size, tell, count)
     steps.install()
     return steps.close

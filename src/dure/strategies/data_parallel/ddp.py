@@ -27,6 +27,7 @@ from dure.terminal import few
 from dure.torchcompat.collectives import buffer_option, check_reduction
 from dure.torchcompat.gradients import run_backward, without_gradient_hooks
 from dure.torchcompat.modules import BatchNorm
+from dure.torchcompat.script_calls import ReplicaClock
 
 _SEVERAL_PARTS = (
     "static_graph takes the graph from the first backward that ends a step, and this step has several microbatches: "
@@ -141,6 +142,9 @@ class DDP(Strategy):
             static_graph=self.options.static_graph,
             **buffer_option(sends_in_forward=self.options.broadcast_buffers),
         )
+        # on an accelerator its reducer would wait for events
+        does_search = self.options.find_unused_parameters and self.device.type == "cpu" and self.group.world_size > 1
+        self._search = ReplicaClock(self.engine) if does_search else None
         if not (self.finds_unused or has_sparse_gradients):
             # when it searches for unused parameters DDP keeps its first order; a rehearsal has no sparse gradients, and
             # would be the step that a static graph is taken from
@@ -354,8 +358,14 @@ class DDP(Strategy):
         return 2 * (world_size - 1) * self._reduced_bytes // world_size
 
     def measured(self) -> "dict[str, float] | Callable[[], dict[str, float]] | None":
-        """Return the savings and the error of compression; on an accelerator a function that reads them later."""
-        return None if self.compression is None else self.compression.measured(self.device)
+        """Return the savings and the error of compression, and the bytes of parameters that were found to be unused.
+
+        On an accelerator it is a function that reads them later.
+        """
+        if self.compression is not None:
+            return self.compression.measured(self.device)
+        reduced = None if self._search is None else self._search.last_reduction()
+        return None if reduced is None or reduced.unused_bytes is None else {"unused_bytes": reduced.unused_bytes}
 
     def close(self) -> None:
         """Destroy DDP's reducer before the process group."""

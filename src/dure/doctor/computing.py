@@ -7,9 +7,9 @@ from dure.records.finding import Finding
 
 _LEAST_COMPUTING = 0.4
 """Fraction of a step from which it matters how it is computed."""
-_MOST_TIMES_LEAST = 6.0
+_MOST_TIMES_LEAST = 9.0
 """Multiple of the time of the smallest operation up to which calling operations takes most of a step: those of small
-models take 2.7 to 4.4 times as long, with backward and optimiser, those of larger ones more than 15 times."""
+models take 3 to 7 times as long, with backward and optimiser, those of larger ones more than 15 times."""
 _MOST_LEAST_SECONDS = 1e-3
 _MANY_OPERATIONS = 500
 _MANY_MICROBATCHES = 8

@@ -6,11 +6,11 @@ every step, and ranks compare their records.
 """
 
 import zlib
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from dure.strategies.contract.strategy import Strategy
 from dure.strategies.state.objects.object_state import ObjectState, is_inside, is_small_value
@@ -20,6 +20,8 @@ _FIRST_STEPS = 32
 """Steps after each of which all small state is looked at; later, a look follows so many steps that it costs little."""
 _PLACES_PER_STEP = 20
 """Number of places for which a look may cost a step, on average: about ten microseconds."""
+_MOST_ITEMS = 64
+"""Number of items up to which a container is read."""
 _PLAIN = (bool, int, float, str, type(None))
 
 
@@ -40,11 +42,7 @@ class CountedState:
         paths = [path for path in traits.counted_state if path not in cached] if is_compared else []
         state = ObjectState({**strategy.objects, "model": strategy.model}) if paths or cached else None
         self._readers: Mapping[str, Callable[[], Any]] = {} if state is None else state.readers(paths, cached)
-        self._each_step = [
-            path
-            for path in self._readers
-            if state is not None and (path in cached or is_small_value(state.first.get(path)))
-        ]
+        self._state, self._cached = state, cached
         self._digests = dict.fromkeys(self._readers, 0)
         self._read: dict[str, Any] = {}
         """Content of state when it was read last."""
@@ -64,6 +62,8 @@ class CountedState:
         self._known = (*known, *traits.cached_state, *(f"task.{name}" for name in self._plain))
         self._places: list[Place] = []
         """Places of small state whose change no trial has shown."""
+        self._looked_at: ObjectState | None = None
+        """Objects among which the places are."""
         self._stride = 1
         self._begin_look()
         names = traits.supposed_buffers if is_compared else ()
@@ -75,7 +75,7 @@ class CountedState:
     def note_step(self) -> None:
         """Record the values after the calls of a step; nothing is read from a device."""
         self._num_steps += 1
-        self._add(self._each_step)
+        self._add(filter(self._is_quick, self._readers))
         if (values := self._plain_values()) != self._last:
             for name, before, now in zip(self._plain, self._last, values, strict=True):
                 if now != before:
@@ -93,7 +93,7 @@ class CountedState:
     def leave_out_changes(self) -> None:
         """Leave out what has changed single values since the last step: an evaluation, which is declared elsewhere."""
         self._last = self._plain_values()
-        read = [path for path in self._each_step if path in self._read]
+        read = [path for path in self._readers if path in self._read and self._is_quick(path)]
         self._left_out |= {path for path in read if self._readers[path]() != self._read[path]}
         self._begin_look()
 
@@ -101,29 +101,44 @@ class CountedState:
         """Take the current values of all small state as those from which changes are counted."""
         if self._strategy is None:
             return
-        state = ObjectState({**self._strategy.objects, "model": self._strategy.model})
+        self._looked_at = ObjectState({**self._strategy.objects, "model": self._strategy.model})
         self._places = [
             place
-            for place in state.small_places()
+            for place in self._looked_at.small_places()
             if place.names is not None or not any(is_inside(place.path, path) for path in self._known)
         ]
         self._stride = -(-len(self._places) // _PLACES_PER_STEP)
 
     def _look(self) -> None:
         for place in self._places:
-            if not place.has_changed():
+            if not place.has_changed() or not self._has_small_content(place):
                 continue
             found = {place.path: place.value()} if place.names is None else place.value()
             for path, value in found.items():
                 if not any(is_inside(path, known) for known in self._known):
                     self._fold(path, (self._num_steps, value))
 
+    def _has_small_content(self, place: Place) -> bool:
+        """Return whether a place is still as quick to read as when it was found: a list may have grown since."""
+        if place.names is not None or self._looked_at is None:
+            return True
+        value = self._looked_at.current(place.path)
+        items = value.values() if isinstance(value, Mapping) else value
+        if isinstance(items, Collection) and not isinstance(items, str | bytes | Tensor):
+            return len(items) <= _MOST_ITEMS and all(map(is_small_value, items))
+        return is_small_value(value)
+
     def digests(self) -> dict[str, str]:
         """Return a digest of all values so far by path, equal on ranks that had the same in every step."""
-        self._add([path for path in self._readers if path not in self._each_step])
+        self._add([path for path in self._readers if not self._is_quick(path)])
         of_buffers = {name: float(total).hex() for total, (name, *_) in zip(self._sums, self._buffers, strict=True)}
         of_state = {path: "" if path in self._left_out else f"{digest:08x}" for path, digest in self._digests.items()}
         return of_state | of_buffers
+
+    def _is_quick(self, path: str) -> bool:
+        """Return whether state is read after every step; what has become large is read only when ranks compare."""
+        assert self._state is not None
+        return path in self._cached or is_small_value(self._state.current(path))
 
     def _add(self, paths: Iterable[str]) -> None:
         for path in paths:

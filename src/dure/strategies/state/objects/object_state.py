@@ -209,6 +209,11 @@ class ObjectState:
 
         return {path: found for path in (*paths, *small) if (found := reader(path)) is not None}
 
+    def current(self, path: str) -> object:
+        """Return the object at a path of `readers` now; of a place that is no attribute, the one found first."""
+        owner, _, name = path.rpartition(".")
+        return vars(self.owners[owner]).get(name) if owner in self.owners and name.isidentifier() else self.first[path]
+
     def take_changed(self, *, is_thorough: bool = False) -> set[Holder]:
         """Return the holders of changed state, including generators.
 

@@ -1,6 +1,9 @@
 """State that moves alike on all samples that were tried, and on others does not: ranks and devices notice."""
 
+import ctypes
 import json
+import struct
+from array import array
 from types import SimpleNamespace
 
 import numpy as np
@@ -23,6 +26,7 @@ class Controlled(dure.Task):
 
     def build_model(self):
         self.beta, self.calls, self.is_hard = 1.0, 0, False
+        self.level = LEVELS[self.kind](1.0) if self.kind in LEVELS else None
         torch.manual_seed(1)
         return Net(in_buffer=self.kind == "buffer").double()
 
@@ -52,7 +56,30 @@ class Controlled(dure.Task):
         if self.kind == "attribute":
             self.beta = moved(self.beta, x)
             coefficient = self.beta
+        if self.kind in LEVELS:
+            coefficient = moved(read_level(self.level), x)
+            write_level(self.level, coefficient)
         return loss + coefficient * out.pow(2).mean()
+
+
+LEVELS = {
+    "array": lambda value: array("d", [value]),
+    "ctypes": lambda value: (ctypes.c_double * 1)(value),
+    "bytearray": lambda value: bytearray(struct.pack("d", value)),
+    "parameter": lambda value: nn.Parameter(torch.full((1,), value, dtype=torch.float64), requires_grad=False),
+}
+"""A number in memory of its own, by the kind of that memory."""
+
+
+def read_level(level):
+    return struct.unpack("d", level)[0] if isinstance(level, bytearray) else float(level[0])
+
+
+def write_level(level, value):
+    if isinstance(level, bytearray):
+        level[:] = struct.pack("d", value)
+    else:
+        level[0] = value
 
 
 def moved(beta, x):
@@ -87,6 +114,7 @@ def declared(run):
         ("buffer", "ddp", "buffers learned in forward (beta)"),
         ("buffer", "fsdp", "buffers learned in forward (beta)"),
         ("buffer", "dp", "buffers learned in forward (beta)"),
+        *((kind, "ddp", "(task.level") for kind in LEVELS),
     ],
 )
 def test_run_when_ranks_move_a_coefficient_differently_then_that_is_declared(kind, strategy, what, trained, tmp_path):

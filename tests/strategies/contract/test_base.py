@@ -146,6 +146,8 @@ def test_facts_say_what_any_rank_requested(stop, save):
 def test_facts_round_a_count_of_whole_items_that_float32_has_worn():
     worn = torch.tensor([1.0, 29.999998, 0.0, 0.0])
     assert StepFacts(worn, [term(count=10)]).read()[1] == 30
+    # an idle rank counts nothing, which is whole, and the others weights that add up to little
+    assert StepFacts((1.0, 0.0017, 0, 0), [term(count=0)]).read()[1] == 0.0017
     assert StepFacts(worn, [term(count=10), term(count=9.5)]).read()[1] == pytest.approx(29.999998)
 
 

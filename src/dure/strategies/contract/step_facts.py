@@ -12,6 +12,9 @@ from torch import Tensor
 from dure.errors import TaskInvalid
 from dure.host.device_kinds import copies_beside, waited_event
 
+_LEAST_WEIGHT = 1e-6
+"""Fraction of a count up to which a difference from a whole number is one of rounding."""
+
 
 class Requests(NamedTuple):
     """Requests of a rank to all ranks, received with the step's facts so that all act at the same step."""
@@ -87,7 +90,9 @@ class StepFacts:
         if self._check is not None:
             self._check(further)
         if isinstance(count, float) and math.isfinite(count) and self._counts_whole():
-            count = round(count)  # it was converted to float32 on the way
+            whole = round(count)
+            # it was converted to float32 on the way; if it is no whole number even so, another rank counts weights
+            count = whole if abs(count - whole) <= _LEAST_WEIGHT * max(abs(count), 1.0) else count
         return loss_sum, count, Requests(stop > 0, save > 0) if stop or save else NO_REQUESTS
 
     def _counts_whole(self) -> bool:

@@ -1,6 +1,7 @@
 """Places of plain state: functions that detect that a value has changed, and restore it."""
 
 import copy
+import ctypes
 import functools
 import gc
 import itertools
@@ -8,6 +9,8 @@ import operator
 import random
 import threading
 import types
+import zlib
+from array import array
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
@@ -18,7 +21,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from dure.strategies.state.checksum import checksum
@@ -128,7 +131,7 @@ class _Incomparable:
 
 def comparable(value: Any, depth: int = 4) -> Any:
     """Return a value that is equal for similar values, a few levels deep into containers."""
-    if isinstance(value, Tensor) and type(value) is Tensor and value.layout == torch.strided and not value.is_meta:
+    if type(value) in (Tensor, nn.Parameter) and value.layout == torch.strided and not value.is_meta:
         shown = [str(value.dtype), tuple(value.shape)]
         return [*shown, bytes_of(value).tolist() if value.numel() <= _MOST_COMPARED else checksum([value])]
     if isinstance(value, ATOMS):
@@ -137,6 +140,8 @@ def comparable(value: Any, depth: int = 4) -> Any:
         return [str(value.dtype), np.shape(value), value.tobytes()]
     if isinstance(value, DEFINITIONS):
         return value.__qualname__
+    if isinstance(value, array | bytearray | memoryview | ctypes.Array | ctypes._SimpleCData):
+        return [type(value).__qualname__, _bytes_of_memory(value)]
     if depth and isinstance(value, Mapping):
         return [(comparable(key, 0), comparable(item, depth - 1)) for key, item in value.items()]
     if depth and isinstance(value, set | frozenset):
@@ -144,6 +149,15 @@ def comparable(value: Any, depth: int = 4) -> Any:
     if depth and isinstance(value, list | tuple | deque):
         return [comparable(item, depth - 1) for item in value]
     return _Incomparable(value)
+
+
+def _bytes_of_memory(value: Any) -> object:
+    """Return a copy of the bytes of a value that gives access to its memory, or a checksum of many."""
+    try:
+        found = memoryview(value).tobytes()
+    except (TypeError, ValueError, BufferError):  # it was released, or holds references
+        return type(value).__qualname__
+    return found if len(found) <= _MOST_COMPARED else zlib.crc32(found)
 
 
 def _is_same(one: Any, other: Any) -> bool:

@@ -4,8 +4,9 @@ They hold numbers and fixed words alone. Text from a run (names of metrics, mess
 escaped: Bokeh would typeset some of it as formulas.
 """
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -26,6 +27,8 @@ COLORS = {
 """Colours of the parts of a step, which people who see few colours can tell apart (Okabe and Ito)."""
 KINDS = ("checkpoint", "evaluation", "restart", "failure", "hang", "other")
 """Kinds of events on the timeline, from the top."""
+COLUMNS, SCALE = "columns", "scale"
+"""Names of the model of a chart that holds its columns, and of the one that maps values to colours."""
 _HEIGHT = 260
 _AROUND, _ROW_HEIGHT = 70, 24
 """Height in pixels of what surrounds a chart with rows, and of each row."""
@@ -45,52 +48,80 @@ class TimelineEvent:
     """One of `KINDS`."""
 
 
-def loss_chart(series: RunSeries) -> "figure":
-    """Draw the mean training loss over samples."""
+@dataclass(frozen=True, kw_only=True)
+class Chart:
+    """Chart of a run, apart from its numbers and with them: a live page draws it once and then replaces the numbers."""
+
+    layout: tuple[object, ...]
+    """Values that a drawn chart cannot follow: if they change, it is drawn again."""
+    columns: Mapping[str, Any]
+    """Numbers, as columns of equal length."""
+    scale_end: float | None = None
+    """Largest value that has a colour of its own; None for charts without such colours."""
+    _draw: "Callable[[Chart], figure]" = field(repr=False)
+
+    def draw(self) -> "figure":
+        """Return the chart as a figure of Bokeh."""
+        return self._draw(self)
+
+
+def loss_chart(series: RunSeries) -> Chart:
+    """Return the mean training loss over samples."""
     return _line("samples seen", "training loss", series.samples_seen, series.loss, COLORS["forward_backward"])
 
 
-def throughput_chart(series: RunSeries) -> "figure":
-    """Draw samples per second over samples."""
+def throughput_chart(series: RunSeries) -> Chart:
+    """Return samples per second over samples."""
     rate = series.samples_per_second
-    plot = _line("samples seen", "samples/s", series.samples_seen, rate, COLORS["optimizer"])
-    plot.y_range.start = 0
-    return plot
+    return _line("samples seen", "samples/s", series.samples_seen, rate, COLORS["optimizer"], from_zero=True)
 
 
-def metric_chart(samples_seen: Sequence[float], values: Sequence[float]) -> "figure":
-    """Draw a metric of the evaluations over samples."""
-    plot = _line("samples seen", "value", np.array(samples_seen, float), np.array(values, float), COLORS["sync"])
-    plot.scatter(x="x", y="y", size=7, color=COLORS["sync"], source=plot.renderers[0].data_source)
-    return plot
+def metric_chart(samples_seen: Sequence[float], values: Sequence[float]) -> Chart:
+    """Return a metric of the evaluations over samples."""
+    x, y = np.array(samples_seen, float), np.array(values, float)
+    return _line("samples seen", "value", x, y, COLORS["sync"], has_points=True)
 
 
-def parts_chart(series: RunSeries) -> "figure":
-    """Draw what a mean step consists of, a bar for each rank."""
+def parts_chart(series: RunSeries) -> Chart:
+    """Return what a mean step consists of, a bar for each rank."""
     ranks = [str(rank) for rank in series.ranks]
-    plot = _figure(
-        y_range=ranks[::-1],
-        height=_AROUND + min(_ROW_HEIGHT * len(ranks), _MOST_HEIGHT),
-        x_axis_label="milliseconds of a mean step",
-        y_axis_label="rank",
-        tooltips=[("rank", "@rank"), ("part", "$name"), ("ms", "@$name{0.000}")],
-    )
     milliseconds = {PART_LABELS[part]: 1e3 * seconds for part, seconds in series.part_seconds.items()}
     colors = [COLORS[part] for part in series.part_seconds]
-    plot.hbar_stack([*milliseconds], y="rank", height=0.8, color=colors, source={"rank": ranks, **milliseconds})
-    plot.x_range.start = 0
-    return plot
+
+    def draw(chart: Chart) -> "figure":
+        plot = _figure(
+            y_range=ranks[::-1],
+            height=_AROUND + min(_ROW_HEIGHT * len(ranks), _MOST_HEIGHT),
+            x_axis_label="milliseconds of a mean step",
+            y_axis_label="rank",
+            tooltips=[("rank", "@rank"), ("part", "$name"), ("ms", "@$name{0.000}")],
+        )
+        plot.hbar_stack([*milliseconds], y="rank", height=0.8, color=colors, source=_source(chart))
+        plot.x_range.start = 0
+        return plot
+
+    return Chart(layout=("parts", *ranks), columns={"rank": ranks, **milliseconds}, _draw=draw)
 
 
-def lateness_chart(series: RunSeries) -> "figure":
-    """Draw how much longer each rank computes than the one that needs least, a cell for each span of steps."""
-    from bokeh.models import ColorBar, LinearColorMapper
-
-    num_ranks = len(series.ranks)
+def lateness_chart(series: RunSeries) -> Chart:
+    """Return how much longer each rank computes than the one that needs least, a cell for each span of steps."""
     milliseconds = 1e3 * series.late_seconds
     # one long pause must not make everything else look even
     most = float(np.nanquantile(milliseconds, 0.99))
-    mapper = LinearColorMapper(palette="Cividis256", low=0, high=most if most > 0 else 1.0, nan_color="#8c8c8c")
+    first, last = float(series.span_steps[0]), float(series.span_steps[-1])
+    return Chart(
+        layout=("lateness", *series.ranks),
+        columns={"image": [milliseconds], "x": [first], "dw": [max(1.0, last - first)]},
+        scale_end=most if most > 0 else 1.0,
+        _draw=partial(_draw_lateness, series.ranks),
+    )
+
+
+def _draw_lateness(ranks: Sequence[int], chart: Chart) -> "figure":
+    from bokeh.models import ColorBar, LinearColorMapper
+
+    num_ranks = len(ranks)
+    mapper = LinearColorMapper(palette="Cividis256", low=0, high=chart.scale_end, nan_color="#8c8c8c", name=SCALE)
     plot = _figure(
         y_range=(num_ranks - 0.5, -0.5),
         height=_AROUND + _ROW_HEIGHT * min(max(num_ranks, 3), _MOST_ROWS),
@@ -98,43 +129,70 @@ def lateness_chart(series: RunSeries) -> "figure":
         y_axis_label="rank",
         tooltips=[("step", "$x{0}"), ("rank", "$y{0}"), ("ms later", "@image{0.000}")],
     )
-    first, last = float(series.span_steps[0]), float(series.span_steps[-1])
-    plot.image(image=[milliseconds], x=first, y=-0.5, dw=max(1.0, last - first), dh=num_ranks, color_mapper=mapper)
+    plot.image(image="image", x="x", y=-0.5, dw="dw", dh=num_ranks, color_mapper=mapper, source=_source(chart))
     plot.x_range.range_padding = 0
     plot.yaxis.ticker = [*range(0, num_ranks, -(-num_ranks // _MOST_ROWS))]
-    plot.yaxis.major_label_overrides = {row: str(rank) for row, rank in enumerate(series.ranks)}
+    plot.yaxis.major_label_overrides = {row: str(rank) for row, rank in enumerate(ranks)}
     plot.add_layout(ColorBar(color_mapper=mapper, title="ms later", background_fill_alpha=0), "right")
     return plot
 
 
-def timeline_chart(events: Sequence[TimelineEvent]) -> "figure":
-    """Draw events over the time since the first one."""
-    from bokeh.models import NumeralTickFormatter
-
-    seconds: Mapping[str, list[Any]] = {
+def timeline_chart(events: Sequence[TimelineEvent]) -> Chart:
+    """Return events over the time since the first one."""
+    columns: Mapping[str, list[Any]] = {
         "seconds": [event.seconds for event in events],
         "kind": [event.kind for event in events],
     }
-    kinds = [kind for kind in KINDS if kind in seconds["kind"]]
+    kinds = [kind for kind in KINDS if kind in columns["kind"]]
+    return Chart(layout=("timeline", *kinds), columns=columns, _draw=partial(_draw_timeline, kinds))
+
+
+def _draw_timeline(kinds: Sequence[str], chart: Chart) -> "figure":
+    from bokeh.models import NumeralTickFormatter
+
     plot = _figure(
-        y_range=kinds[::-1],
+        y_range=[*kinds][::-1],
         height=_AROUND + _ROW_HEIGHT * len(kinds),
         x_axis_label="time since the start (h:mm:ss)",
         tooltips=[("kind", "@kind"), ("after", "@seconds{00:00:00}")],
     )
-    plot.scatter(x="seconds", y="kind", size=9, color=COLORS["forward_backward"], alpha=0.7, source=seconds)
+    color = COLORS["forward_backward"]
+    plot.scatter(x="seconds", y="kind", size=9, color=color, alpha=0.7, source=_source(chart))
     plot.xaxis.formatter = NumeralTickFormatter(format="00:00:00")
     return plot
 
 
-def _line(x_label: str, y_label: str, x: np.ndarray, y: np.ndarray, color: str) -> "figure":
-    plot = _figure(
-        x_axis_label=x_label,
-        y_axis_label=y_label,
-        tooltips=[(x_label, "@x{0,0}"), (y_label, "@y{0.0000}")],
-    )
-    plot.line(x="x", y="y", line_width=2, color=color, source={"x": x, "y": y})
-    return plot
+def _line(
+    x_label: str,
+    y_label: str,
+    x: np.ndarray,
+    y: np.ndarray,
+    color: str,
+    *,
+    from_zero: bool = False,
+    has_points: bool = False,
+) -> Chart:
+    def draw(chart: Chart) -> "figure":
+        source = _source(chart)
+        plot = _figure(
+            x_axis_label=x_label,
+            y_axis_label=y_label,
+            tooltips=[(x_label, "@x{0,0}"), (y_label, "@y{0.0000}")],
+        )
+        plot.line(x="x", y="y", line_width=2, color=color, source=source)
+        if has_points:
+            plot.scatter(x="x", y="y", size=7, color=color, source=source)
+        if from_zero:
+            plot.y_range.start = 0
+        return plot
+
+    return Chart(layout=("line", x_label, y_label), columns={"x": x, "y": y}, _draw=draw)
+
+
+def _source(chart: Chart) -> Any:
+    from bokeh.models import ColumnDataSource
+
+    return ColumnDataSource(data=dict(chart.columns), name=COLUMNS)
 
 
 def _figure(*, tooltips: Sequence[tuple[str, str]], height: int = _HEIGHT, **settings: Any) -> "figure":

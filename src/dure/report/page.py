@@ -7,7 +7,9 @@ run is escaped by Jinja2 and never reaches a script.
 import math
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
+from functools import cache
+from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,6 +24,7 @@ from dure.records.run_dir import RunDir, os_errors_as_sentences
 from dure.records.run_list import RunOverview, overview
 from dure.report.charts import (
     COLORS,
+    Chart,
     TimelineEvent,
     lateness_chart,
     loss_chart,
@@ -38,26 +41,42 @@ from dure.terminal import few, printable
 from dure.units import format_bytes, format_count, format_seconds
 
 if TYPE_CHECKING:
-    from bokeh.plotting import figure
+    from jinja2 import Environment
 
-_TEMPLATE = Path(__file__).with_name("page.html.jinja")
+_FOLDER = Path(__file__).parent
+PAINT = _FOLDER / "paint.js"
+"""Script of the page that colours the charts as the page."""
 _MOST_METRICS = 12
 _MOST_EVENTS, _MOST_DRAWN = 300, 5_000
 """Maximum number of events in the table and in the chart, the last ones of the run."""
 _MOST_TEXT = 2_000
 _MOST_SETTING = 300
+_MOST_MISSING, _MOST_SEARCHED = 8, 1_000
 _FAILURES = (kinds.Failed, kinds.RankLost, kinds.LossNotFinite, kinds.ReplicasDiverged, kinds.StepSkipped)
 _RESTARTS = (kinds.Restarted, kinds.Resumed, kinds.MicrobatchHalved, kinds.NodesChanged, kinds.ReplicaHealed)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Section:
-    """Part of a page: a heading, a sentence and a chart."""
+class RunRecords:
+    """Records of a run that a page shows."""
 
+    run: RunDir
+    seen: RunOverview
+    events: Sequence[Event]
+    series: RunSeries
+    remarks: tuple[str, ...] = ()
+    """Sentences below the name of the run."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Section:
+    """Section of a page: a heading, a sentence and a chart."""
+
+    id: str
+    """Name that no other section of the page has; it does not depend on text from the run."""
     title: str
     text: str
-    chart: str
-    """Name of the chart."""
+    chart: Chart
     table: str = ""
     """Name of the table below it: `parts`, `events`, or none."""
 
@@ -111,45 +130,112 @@ def page(run: RunDir, findings: Sequence[Finding]) -> str:
     """
     from bokeh.embed import components
     from bokeh.resources import Resources
-    from jinja2 import Environment, StrictUndefined
 
     with os_errors_as_sentences(run.path, "read"), run.understood():
-        seen = overview(run)
-        events = list(run.events())
-        series = run_series(run)
-        differences = declared_differences(events)
-    charts: dict[str, figure] = {}
-    sections = [*_sections(series, events, charts)]
+        records = RunRecords(run=run, seen=overview(run), events=[*run.events()], series=run_series(run))
+    is_running = records.seen.status == "running"
+    remarks = ("The run still goes on: this page shows it as it was then.",) if is_running else ()
+    shown = contents(replace(records, remarks=remarks), findings)
+    charts = {section.id: section.chart.draw() for section in shown["sections"]}
     script, places = components(charts) if charts else ("", {})
-    environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
-    return environment.from_string(_TEMPLATE.read_text(encoding="utf-8")).render(
-        name=printable(run.name),
-        path=printable(str(run.path)),
-        written=time.strftime("%Y-%m-%d %H:%M:%S %Z"),
-        status=seen.status,
-        fault=printable(seen.fault or ""),
-        facts=[*_facts(run, seen, series, events)],
-        findings=[_cleaned(finding) for finding in findings],
-        sections=sections,
+    return rendered_page(
+        run,
+        shown,
         places=places,
-        part_rows=[*_part_rows(series)],
-        parts=[(PART_LABELS[part], COLORS[part]) for part in series.part_seconds],
-        memory_rows=[*_memory_rows(events)],
-        event_rows=[*_event_rows(events[-_MOST_EVENTS:])],
-        num_events=len(events),
-        differences=[printable(text) for text in differences],
-        settings=[*_settings(run)],
-        num_left_out=series.num_left_out,
-        library=Resources(mode="inline", components=["bokeh"]).render() if charts else "",
-        script=script,
+        scripts=Resources(mode="inline", components=["bokeh"]).render() if charts else "",
+        charts=script,
+        paint=PAINT.read_text(encoding="utf-8"),
     )
 
 
-def _facts(run: RunDir, seen: RunOverview, series: RunSeries, events: Sequence[Event]) -> Iterator[tuple[str, str]]:
+def rendered_page(run: RunDir, shown: Mapping[str, Any], *, is_live: bool = False, **scripts: Any) -> str:
+    """Return the HTML of a page.
+
+    Args:
+        run: The run.
+        shown: Result of `contents`.
+        is_live: Whether the charts are drawn and the contents replaced by a script of the page.
+        scripts: HTML that the template inserts as it is; it holds no text from the run.
+    """
+    values = {"scripts": "", "charts": "", "paint": "", "places": {}, **scripts}
+    return (
+        templates()
+        .get_template("page.html.jinja")
+        .render(
+            name=printable(run.name),
+            path=printable(str(run.path)),
+            written=time.strftime("%Y-%m-%d %H:%M:%S %Z"),
+            shown=shown,
+            is_live=is_live,
+            **values,
+        )
+    )
+
+
+@cache
+def templates() -> "Environment":
+    """Return the templates of the page and of its parts, which escape all text."""
+    from jinja2 import Environment, FileSystemLoader, StrictUndefined
+
+    return Environment(
+        loader=FileSystemLoader(_FOLDER),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        auto_reload=False,
+    )
+
+
+def contents(records: RunRecords, findings: Sequence[Finding] | None) -> dict[str, Any]:
+    """Return the values that the parts of a page show.
+
+    Args:
+        records: Records of the run.
+        findings: Findings of its diagnosis, in the order in which they are shown; None before the first diagnosis.
+    """
+    series, events = records.series, records.events
+    nothing = "Nothing is wrong with it, as far as its records tell."
+    return {
+        "status": records.seen.status,
+        "fault": printable(records.seen.fault or ""),
+        "remarks": [printable(text) for text in records.remarks],
+        "facts": [*_facts(records)],
+        "findings": [_cleaned(finding) for finding in findings or ()],
+        "without_findings": "It is being examined." if findings is None else nothing,
+        "sections": [*_sections(series, events)],
+        "part_rows": [*_part_rows(series)],
+        "parts": [(PART_LABELS[part], COLORS[part]) for part in series.part_seconds],
+        "memory_rows": [*_memory_rows(events)],
+        "event_rows": [*_event_rows(events[-_MOST_EVENTS:])],
+        "num_events": len(events),
+        "num_left_out": series.num_left_out,
+        "missing": few(_missing(series, events), _MOST_MISSING),
+        "differences": [printable(text) for text in declared_differences(events)],
+        "settings": [*_settings(records.run)],
+    }
+
+
+def _missing(series: RunSeries, events: Sequence[Event]) -> Sequence[int]:
+    """Return the ranks of the last attempt that have no records of steps, while others have."""
+    start = last_start(events)
+    recorded = {*series.ranks}
+    if start is None or not recorded:
+        return ()
+    return [*islice((rank for rank in range(start.world_size) if rank not in recorded), _MOST_SEARCHED)]
+
+
+def last_start(events: Sequence[Event]) -> kinds.Training | None:
+    """Return the last start of training; None before the first."""
+    return next((event for event in reversed(events) if isinstance(event, kinds.Training)), None)
+
+
+def _facts(records: RunRecords) -> Iterator[tuple[str, str]]:
     """Yield the facts of a run, as pairs of name and value."""
+    run, seen, series, events = records.run, records.seen, records.series, records.events
     if seen.task is not None:
         yield ("script" if run.is_script else "task"), printable(seen.task)
-    start = next((event for event in reversed(events) if isinstance(event, kinds.Training)), None)
+    start = last_start(events)
     if seen.strategy is not None and not run.is_script:
         yield "strategy", printable(seen.strategy)
     if start is not None:
@@ -177,40 +263,36 @@ def _facts(run: RunDir, seen: RunOverview, series: RunSeries, events: Sequence[E
         yield "restarts", str(restarts)
 
 
-def _sections(series: RunSeries, events: Sequence[Event], charts: dict[str, "figure"]) -> Iterator[Section]:
-    """Yield the sections with charts, and add their charts to `charts`."""
-
-    def section(title: str, text: str, chart: "figure", table: str = "") -> Section:
-        name = f"chart{len(charts)}"
-        charts[name] = chart
-        return Section(title=title, text=text, chart=name, table=table)
-
+def _sections(series: RunSeries, events: Sequence[Event]) -> Iterator[Section]:
+    """Yield the sections with charts."""
     if series.steps.size:
-        most = -(-series.num_steps // series.steps.size)
+        most = series.steps_per_point
         points = "Each point is a step." if most == 1 else f"Each point is the mean of up to {most:,} steps."
-        yield section("Training loss", points, loss_chart(series))
+        yield Section(id="loss", title="Training loss", text=points, chart=loss_chart(series))
     evaluated = [event for event in effective_events(events) if isinstance(event, Evaluated)]
     names = [*dict.fromkeys(name for event in evaluated for name in event.metrics)]
-    for name in names[:_MOST_METRICS]:
+    for number, name in enumerate(names[:_MOST_METRICS]):
         of_name = [(event, event.metrics[name].value) for event in evaluated if name in event.metrics]
         seen = [event.samples_seen for event, _ in of_name]
         count = f"{len(of_name)} evaluation{'' if len(of_name) == 1 else 's'}; the last one: {of_name[-1][1]:.6g}."
-        yield section(f"Evaluation: {printable(name)}", count, metric_chart(seen, [value for _, value in of_name]))
+        chart = metric_chart(seen, [value for _, value in of_name])
+        yield Section(id=f"metric{number}", title=f"Evaluation: {printable(name)}", text=count, chart=chart)
     if series.steps.size:
-        yield section("Throughput", "Without evaluations and checkpoints.", throughput_chart(series))
-        yield section("A mean step", "What each rank spends it on.", parts_chart(series), "parts")
+        without = "Without evaluations and checkpoints."
+        yield Section(id="throughput", title="Throughput", text=without, chart=throughput_chart(series))
+        spent = "What each rank spends it on."
+        yield Section(id="parts", title="A mean step", text=spent, chart=parts_chart(series), table="parts")
     if len(series.ranks) > 1:
-        yield section(
-            "Lateness",
+        longer = (
             "How much longer a rank computes and waits for data, in a step, than the one that needs least: the others "
-            "wait for it.",
-            lateness_chart(series),
+            "wait for it."
         )
+        yield Section(id="lateness", title="Lateness", text=longer, chart=lateness_chart(series))
     if events:
         begin = events[0].time
         drawn = events[-_MOST_DRAWN:]
         shown = [TimelineEvent(seconds=event.time - begin, kind=_kind(event)) for event in drawn]
-        yield section("Events", "", timeline_chart(shown), "events")
+        yield Section(id="events", title="Events", text="", chart=timeline_chart(shown), table="events")
 
 
 def _part_rows(series: RunSeries) -> Iterator[tuple[int, list[str]]]:

@@ -26,6 +26,8 @@ class RunSeries:
     """Ranks with records, `R` of them."""
     num_steps: int
     """Number of steps that some rank has recorded."""
+    steps_per_point: int
+    """Maximum number of steps that a point stands for."""
     steps: np.ndarray
     """Number of the last step of each point, `(P,)`."""
     samples_seen: np.ndarray
@@ -67,6 +69,7 @@ def run_series(run: RunDir) -> RunSeries:
     return RunSeries(
         ranks=tuple(recorded),
         num_steps=steps.size,
+        steps_per_point=-(-steps.size // max(1, points.num)),
         steps=points.last,
         samples_seen=np.empty(0) if longest is None else points.largest(longest, "samples_seen"),
         loss=_ratio(loss_sum, loss_count, points),

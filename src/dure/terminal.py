@@ -141,6 +141,11 @@ def print_text(text: str) -> None:
     print(printable(text))
 
 
+def print_at_once(text: str) -> None:
+    """Write lines of a result to stdout that its reader gets now, although more will follow."""
+    print(printable(text), flush=True)
+
+
 def print_json(document: Any) -> None:
     """Write one JSON document to stdout. NaN and infinity, which JSON lacks, become null."""
     text = json.dumps(_finite(document), indent=2, default=str)  # ASCII, of which only DEL is not escaped
@@ -263,3 +268,36 @@ class LiveLine:
     def _write(self, text: str) -> None:
         self._stream.write(text)
         self._stream.flush()
+
+
+class LiveScreen:
+    """Screen of the terminal on stdout that is drawn again and again; what it showed before comes back at the end."""
+
+    def __init__(self) -> None:
+        self._stream = sys.stdout
+        self.is_live = has_live_line(self._stream) and not is_notebook(self._stream)
+        """True if it can be drawn again; otherwise there is no screen, and lines are printed."""
+        self._is_open = False
+
+    def show(self, drawn: str) -> None:
+        """Write a screen, as far as there are lines for it.
+
+        Args:
+            drawn: Output of `dure.styled.drawn`.
+
+        Raises:
+            OSError: The terminal is closed.
+        """
+        lines = drawn.splitlines()[: max(1, shutil.get_terminal_size().lines - 1)]
+        begin = "" if self._is_open else "\x1b[?1049h\x1b[?25l"
+        self._is_open = True
+        self._stream.write(f"{begin}\x1b[H" + "".join(f"{line}\x1b[K\n" for line in lines) + "\x1b[J")
+        self._stream.flush()
+
+    def close(self) -> None:
+        """Let the terminal show what it showed before; one that is closed shows nothing."""
+        if self._is_open:
+            self._is_open = False
+            with suppress(OSError):
+                self._stream.write("\x1b[?25h\x1b[?1049l")
+                self._stream.flush()

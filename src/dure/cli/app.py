@@ -83,6 +83,10 @@ VERBS = {
         "judging.report",
         "Write a run as one HTML page, which opens offline: findings, losses, times, lateness, events, settings.",
     ),
+    "watch": Verb(
+        "judging.watch",
+        "Watch a run: its page, live in a browser of this host, metrics for Prometheus, or a view in the terminal.",
+    ),
     "submit": Verb("submit", "Hand a run to Slurm, Kubernetes or Ray."),
     "bench": Verb("bench", "Measure collectives between processes of this host, and fit what a link costs."),
 }

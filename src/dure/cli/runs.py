@@ -22,12 +22,12 @@ def read(tokens: list[str]) -> tuple[list[str], Callable[..., None]]:
 def runs(
     *,
     runs_dir: Annotated[
-        Path | None, Parameter(help="folder of the runs", show_default=lambda _: str(_default_folder()))
+        Path | None, Parameter(help="folder of the runs", show_default=lambda _: str(default_folder()))
     ] = None,
     json: JsonFlag = False,
 ) -> None:
     """Show the runs of a folder: status, strategy and devices, samples, best metric."""
-    folder = runs_dir or _default_folder()
+    folder = runs_dir or default_folder()
     # before the first run there is no ./runs, which is not an error; a folder that was named must exist
     found = list_runs(folder) if runs_dir is not None or folder.exists() else []
     if json:
@@ -42,5 +42,6 @@ def runs(
         print_status(f"no runs in {one_line(folder)}: `dure train` starts one")
 
 
-def _default_folder() -> Path:
+def default_folder() -> Path:
+    """Return the folder of the runs of a command that was given none."""
     return Path(os.environ.get("DURE_RUNS_DIR") or RunSpec.model_fields["runs_dir"].default)

@@ -1,5 +1,6 @@
 """Runs of a folder, with the status of each."""
 
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -57,6 +58,14 @@ def _may_be_run(path: Path) -> bool:
         return RunDir(path).is_script or (path / SPEC).is_file()
     except PermissionError:  # it belongs to another user, and only that user can tell
         return True
+
+
+def start_time(run: RunDir) -> float:
+    """Return the time at which a run was created, in seconds since the epoch; 0 if that cannot be read."""
+    for name in (SPEC, SCRIPT):
+        with suppress(OSError):
+            return (run.path / name).stat().st_mtime
+    return 0.0
 
 
 def overview(run: RunDir) -> RunOverview:

@@ -55,7 +55,7 @@ def read_columns(path: Path, columns: Sequence[str] = COLUMNS, *, with_measured:
     blocks, measured = [np.empty((0, len(columns)))], [_Measured(0)]
     num_left_out = 0
     for lines in _blocks_of_lines(path):
-        records, rows, left = _rows(lines, columns)
+        records, rows, left = rows_of_lines(lines, columns)
         blocks.append(rows)
         num_left_out += left
         if with_measured:
@@ -116,8 +116,13 @@ def _blocks_of_lines(path: Path) -> Iterator[list[bytes]]:
     yield lines
 
 
-def _rows(lines: Sequence[bytes], columns: Sequence[str]) -> tuple[list[Any], np.ndarray, int]:
-    """Return the records of some lines, their rows, `(N, C)`, and the number of lines that have none."""
+def rows_of_lines(lines: Sequence[bytes], columns: Sequence[str]) -> tuple[list[Any], np.ndarray, int]:
+    """Return the records of some lines, their rows, `(N, C)`, and the number of lines that have none.
+
+    Args:
+        lines: Lines of a file of step records.
+        columns: Fields to read, all of them numbers, the first one `step`.
+    """
     try:
         records = pydantic_core.from_json(b"[" + b",".join(lines) + b"]")
         return records, _table(records, columns), 0

@@ -111,7 +111,7 @@ def lateness_chart(series: RunSeries) -> Chart:
     first, last = float(series.span_steps[0]), float(series.span_steps[-1])
     return Chart(
         layout=("lateness", *series.ranks),
-        columns={"image": [milliseconds], "x": [first], "dw": [max(1.0, last - first)]},
+        columns={"image": [milliseconds.astype(np.float32)], "x": [first], "dw": [max(1.0, last - first)]},
         scale_end=most if most > 0 else 1.0,
         _draw=partial(_draw_lateness, series.ranks),
     )
@@ -173,6 +173,8 @@ def _line(
     has_points: bool = False,
 ) -> Chart:
     def draw(chart: Chart) -> "figure":
+        from bokeh.models import NumeralTickFormatter
+
         source = _source(chart)
         plot = _figure(
             x_axis_label=x_label,
@@ -180,6 +182,7 @@ def _line(
             tooltips=[(x_label, "@x{0,0}"), (y_label, "@y{0.0000}")],
         )
         plot.line(x="x", y="y", line_width=2, color=color, source=source)
+        plot.xaxis.formatter = NumeralTickFormatter(format="0.[00]a")  # 1.25m samples: few places for many digits
         if has_points:
             plot.scatter(x="x", y="y", size=7, color=color, source=source)
         if from_zero:

@@ -12,10 +12,11 @@ from dure.records.step_record import PARTS
 MOST_POINTS = 500
 MOST_SPANS = 200
 """Maximum number of spans of steps in the map of lateness: each rank has a cell for each of them."""
-_COLUMNS = (
+COLUMNS = (
     *("step", "time", "samples_seen", "loss_sum", "loss_count", "wall_seconds", "sent_bytes"),
     *(f"{part}_seconds" for part in PARTS),
 )
+"""Fields of a step record that series are made of."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,7 +55,7 @@ class RunSeries:
 
 def run_series(run: RunDir) -> RunSeries:
     """Read the series of a run from the step records of all ranks."""
-    found = {rank: read_columns(run.records_path(rank), _COLUMNS) for rank in run.recorded_ranks()}
+    found = {rank: read_columns(run.records_path(rank), COLUMNS) for rank in run.recorded_ranks()}
     num_left_out = sum(columns.num_left_out for columns in found.values())
     recorded = {rank: columns for rank, columns in found.items() if columns.steps.size}
     columns = [*recorded.values()]
@@ -69,7 +70,7 @@ def run_series(run: RunDir) -> RunSeries:
     return RunSeries(
         ranks=tuple(recorded),
         num_steps=steps.size,
-        steps_per_point=-(-steps.size // max(1, points.num)),
+        steps_per_point=max(1, -(-steps.size // max(1, points.num))),
         steps=points.last,
         samples_seen=np.empty(0) if longest is None else points.largest(longest, "samples_seen"),
         loss=_ratio(loss_sum, loss_count, points),

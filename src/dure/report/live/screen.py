@@ -97,7 +97,7 @@ def view(moment: Moment, findings: Sequence[Finding] | None, columns: int, lines
             parts.append(_curve(label, values, columns))
     below = [*_findings(findings), *_events(moment.records.events)]
     if moment.part_seconds:
-        most = max(_LEAST_RANKS, lines - len(parts) - len(below) - 5)
+        most = max(_LEAST_RANKS, lines - len(parts) - len(below) - 7)
         parts += [styled(""), *_ranks(moment, columns, most)]
     return Group(*parts, *([styled("")] if below else []), *below)
 

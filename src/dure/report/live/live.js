@@ -12,10 +12,11 @@
     sections.insertBefore(section, next ? charts.get(next).section : null);
   };
 
-  const forget = (chart) => {
-    const index = Bokeh.documents.indexOf(chart.document);
+  const forget = ({ document, views }) => {
+    const index = Bokeh.documents.indexOf(document);
     if (index >= 0) Bokeh.documents.splice(index, 1);
-    chart.document.clear();
+    views.clear();
+    document.clear();
   };
 
   const draw = async (order, name, { version, html, item }) => {
@@ -29,7 +30,7 @@
     if (isOpen) section.querySelector("details").open = true;
     if (old) forget(old);
     const views = await Bokeh.embed.embed_item(item, section.querySelector(".chart"));
-    charts.set(name, { version, section, document: [...views][0].model.document });
+    charts.set(name, { version, section, views, document: [...views][0].model.document });
     dispatchEvent(new Event("dure-drawn"));
   };
 
@@ -48,19 +49,24 @@
   };
 
   const say = (text) => { if (connection.textContent !== text) connection.textContent = text; };
-  let shown = Promise.resolve(), delay = 500;
+  let shown = Promise.resolve(), waiting = 0, delay = 500;
 
   const connect = () => {
     const socket = new WebSocket(`ws://${location.host}/live${location.search}`);
     socket.onmessage = ({ data }) => {
       delay = 500;
       say("");
-      shown = shown.then(() => show(JSON.parse(data)));
+      // a tab in the background may draw nothing: it begins again with the whole state
+      if (++waiting > 20) socket.close();
+      shown = shown.then(() => show(JSON.parse(data))).catch((error) => {
+        console.error(error);
+        socket.close();
+      }).finally(() => { waiting -= 1; });
     };
     socket.onclose = () => {
       say("The connection to dure watch is lost; this page tries to connect again. If dure watch was started again, " +
           "open the address that it has printed.");
-      setTimeout(connect, delay);
+      shown.then(() => setTimeout(connect, delay));
       delay = Math.min(2 * delay, 5000);
     };
   };

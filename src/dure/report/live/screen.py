@@ -49,7 +49,8 @@ def show(live: LiveRun, examination: Examination) -> None:
     finally:
         screen.close()
     draw(view(moment, examination.findings, *shutil.get_terminal_size()))
-    print_at_once(f"the run has ended: {moment.status}")
+    is_known = moment.status != "unreadable"
+    print_at_once(f"the run has ended: {moment.status}" if is_known else "whether the run goes on cannot be read")
 
 
 def _follow(live: LiveRun, examination: Examination, screen: LiveScreen) -> Moment:

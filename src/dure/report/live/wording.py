@@ -26,7 +26,7 @@ def remarks(moment: Moment) -> Iterator[str]:
     """Yield sentences on the state of a run."""
     if moment.unread_fraction:
         yield f"Its records are being read: {1 - moment.unread_fraction:.0%} so far."
-    elif moment.is_over:
+    elif moment.is_over and moment.status != "unreadable":
         yield f"The run has ended: {moment.status}. If it is resumed, this shows it."
-    elif moment.step is None:
+    elif moment.step is None and not moment.is_over:
         yield "No step is on record yet."

@@ -32,8 +32,6 @@ COLUMNS, SCALE = "columns", "scale"
 _HEIGHT = 260
 _AROUND, _ROW_HEIGHT = 70, 24
 """Height in pixels of what surrounds a chart with rows, and of each row."""
-_MOST_HEIGHT = 1_600
-"""Maximum height in pixels of the rows of a chart: browsers limit the size of a canvas."""
 _MOST_ROWS = 16
 """Maximum number of ranks that are labelled; further ones have narrower rows."""
 
@@ -84,23 +82,24 @@ def metric_chart(samples_seen: Sequence[float], values: Sequence[float]) -> Char
 
 def parts_chart(series: RunSeries) -> Chart:
     """Return what a mean step consists of, a bar for each rank."""
-    ranks = [str(rank) for rank in series.ranks]
     milliseconds = {PART_LABELS[part]: 1e3 * seconds for part, seconds in series.part_seconds.items()}
-    colors = [COLORS[part] for part in series.part_seconds]
+    return Chart(
+        layout=("parts", *series.ranks),
+        columns={"rank": [*map(str, series.ranks)], "row": [*range(len(series.ranks))], **milliseconds},
+        _draw=partial(_draw_parts, series.ranks, [*series.part_seconds]),
+    )
 
-    def draw(chart: Chart) -> "figure":
-        plot = _figure(
-            y_range=ranks[::-1],
-            height=_AROUND + min(_ROW_HEIGHT * len(ranks), _MOST_HEIGHT),
-            x_axis_label="milliseconds of a mean step",
-            y_axis_label="rank",
-            tooltips=[("rank", "@rank"), ("part", "$name"), ("ms", "@$name{0.000}")],
-        )
-        plot.hbar_stack([*milliseconds], y="rank", height=0.8, color=colors, source=_source(chart))
-        plot.x_range.start = 0
-        return plot
 
-    return Chart(layout=("parts", *ranks), columns={"rank": ranks, **milliseconds}, _draw=draw)
+def _draw_parts(ranks: Sequence[int], parts: Sequence[str], chart: Chart) -> "figure":
+    plot = _figure_of_ranks(
+        ranks,
+        x_axis_label="milliseconds of a mean step",
+        tooltips=[("rank", "@rank"), ("part", "$name"), ("ms", "@$name{0.000}")],
+    )
+    labels, colors = [PART_LABELS[part] for part in parts], [COLORS[part] for part in parts]
+    plot.hbar_stack(labels, y="row", height=0.8, color=colors, source=_source(chart))
+    plot.x_range.start = 0
+    return plot
 
 
 def lateness_chart(series: RunSeries) -> Chart:
@@ -120,19 +119,14 @@ def lateness_chart(series: RunSeries) -> Chart:
 def _draw_lateness(ranks: Sequence[int], chart: Chart) -> "figure":
     from bokeh.models import ColorBar, LinearColorMapper
 
-    num_ranks = len(ranks)
     mapper = LinearColorMapper(palette="Cividis256", low=0, high=chart.scale_end, nan_color="#8c8c8c", name=SCALE)
-    plot = _figure(
-        y_range=(num_ranks - 0.5, -0.5),
-        height=_AROUND + _ROW_HEIGHT * min(max(num_ranks, 3), _MOST_ROWS),
+    plot = _figure_of_ranks(
+        ranks,
         x_axis_label="step",
-        y_axis_label="rank",
         tooltips=[("step", "$x{0}"), ("rank", "$y{0}"), ("ms later", "@image{0.000}")],
     )
-    plot.image(image="image", x="x", y=-0.5, dw="dw", dh=num_ranks, color_mapper=mapper, source=_source(chart))
+    plot.image(image="image", x="x", y=-0.5, dw="dw", dh=len(ranks), color_mapper=mapper, source=_source(chart))
     plot.x_range.range_padding = 0
-    plot.yaxis.ticker = [*range(0, num_ranks, -(-num_ranks // _MOST_ROWS))]
-    plot.yaxis.major_label_overrides = {row: str(rank) for row, rank in enumerate(ranks)}
     plot.add_layout(ColorBar(color_mapper=mapper, title="ms later", background_fill_alpha=0), "right")
     return plot
 
@@ -196,6 +190,20 @@ def _source(chart: Chart) -> Any:
     from bokeh.models import ColumnDataSource
 
     return ColumnDataSource(data=dict(chart.columns), name=COLUMNS)
+
+
+def _figure_of_ranks(ranks: Sequence[int], **settings: Any) -> "figure":
+    """Return a figure with a row for each rank, the first one at the top."""
+    num_ranks = len(ranks)
+    plot = _figure(
+        y_range=(num_ranks - 0.5, -0.5),
+        height=_AROUND + _ROW_HEIGHT * min(max(num_ranks, 3), _MOST_ROWS),
+        y_axis_label="rank",
+        **settings,
+    )
+    plot.yaxis.ticker = [*range(0, num_ranks, -(-num_ranks // _MOST_ROWS))]
+    plot.yaxis.major_label_overrides = {row: str(rank) for row, rank in enumerate(ranks)}
+    return plot
 
 
 def _figure(*, tooltips: Sequence[tuple[str, str]], height: int = _HEIGHT, **settings: Any) -> "figure":

@@ -37,6 +37,8 @@ def browser():
     playwright = pytest.importorskip("playwright.sync_api", reason="needs pip install 'dure[browser]'")
     with playwright.sync_playwright() as started:
         opened = started.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
+        with opened.new_context() as first:
+            first.new_page().goto("data:text/html,<canvas>")  # Chromium starts its processes when they are needed
         yield opened
         opened.close()
 

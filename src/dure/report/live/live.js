@@ -45,8 +45,14 @@
       const shown = part(name);
       if (shown) shown.innerHTML = html;
     }
-    for (const [name, events] of Object.entries(numbers)) charts.get(name)?.document.apply_json_patch({ events });
+    for (const [name, events] of Object.entries(numbers)) {
+      charts.get(name)?.document.apply_json_patch({ events });
+      await frame();
+    }
   };
+
+  // a chart for each frame, so that scrolling stays smooth; a hidden tab has no frames
+  const frame = () => new Promise((done) => { requestAnimationFrame(done); setTimeout(done, 100); });
 
   const say = (text) => { if (connection.textContent !== text) connection.textContent = text; };
   let shown = Promise.resolve(), waiting = 0, delay = 500;

@@ -118,6 +118,7 @@ def test_run_when_it_is_long_then_is_read_in_turns_and_says_how_far(run, monkeyp
     while moment.unread_fraction:
         moment = live.refresh()
     assert moment.records.series.num_steps == 100
+    assert moment.status == "died"  # reading on is not growing
 
 
 def test_run_when_a_file_may_not_be_read_then_names_it(run):

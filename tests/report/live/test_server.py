@@ -4,6 +4,7 @@ import asyncio
 import http.client
 import json
 import socket
+from concurrent.futures import ThreadPoolExecutor
 
 import psutil
 import pytest
@@ -159,6 +160,34 @@ def test_page_when_the_run_grows_then_receives_new_numbers_and_new_sections(run)
                 break
         assert found["order"][:2] == ["loss", "metric0"]
         assert found["parts"]["title-metric0"] == "Evaluation: accuracy"
+
+
+def test_page_when_it_is_too_slow_then_changes_do_not_pile_up_and_it_begins_again():
+    from dure.report.live.server import _Live
+
+    async def send():
+        page, sent = object.__new__(_Live), []
+        on_its_way = asyncio.get_running_loop().create_future()
+        page.write_message = lambda text: sent.append(text) or on_its_way
+        page.send("whole")
+        assert not page.is_behind
+        page.send("change 1")
+        page.send("change 2")
+        assert (sent, page.is_behind) == (["whole"], True)
+        on_its_way.set_result(None)
+        page.send("whole again")
+        assert (sent[1:], page.is_behind) == (["whole again"], False)
+
+    asyncio.run(send())
+
+
+def test_pages_when_there_are_many_then_all_receive_the_same_changes(run):
+    with going_on(run), watched(run) as server:
+        with ThreadPoolExecutor(5) as pool:
+            found = [*pool.map(lambda _: messages(server, 3), range(5))]
+        assert all(first["order"] == found[0][0]["order"] for first, *_ in found)
+        assert all(change["charts"] == {} for _, *changes in found for change in changes)
+    assert server.pages == set()
 
 
 def test_texts_when_they_are_hostile_then_no_message_has_them_as_html(run):

@@ -80,6 +80,7 @@ class LiveRun:
         self._left_bytes: dict[int, int] = {}
         self._grew_at: float | None = None
         self._was_read = False
+        """True once all records that were there when watching began have been read."""
 
     def refresh(self) -> Moment:
         """Read what the records have gained, in a bounded time, and return the state of the run.
@@ -129,7 +130,7 @@ class LiveRun:
             pending = [rank for rank in pending if self._left_bytes[rank]] if time.monotonic() < deadline else []
             if pending:
                 self._spans.limit()
-        self._was_read = True
+        self._was_read = self._was_read or not any(self._left_bytes.values())
 
     def _read_block(self, rank: int) -> None:
         file = self._files.setdefault(rank, GrowingFile(self.run.records_path(rank)))

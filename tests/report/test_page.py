@@ -86,6 +86,11 @@ def test_page_when_records_are_damaged_then_says_how_many_lines_were_left_out(ru
     assert "Damaged lines of its records were left out: 2." in page(run, [])
 
 
+def test_page_when_a_rank_has_no_records_then_says_which(run):
+    run.records_path(1).unlink()
+    assert "Ranks without records of steps: 1." in page(run, [])
+
+
 def test_page_when_there_are_no_records_then_says_so(tmp_path):
     (tmp_path / "spec.json").write_text("{}")
     assert "There are no records of steps." in page(RunDir(tmp_path), [])

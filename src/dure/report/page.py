@@ -210,19 +210,20 @@ def contents(records: RunRecords, findings: Sequence[Finding] | None) -> dict[st
         "event_rows": [*_event_rows(events[-_MOST_EVENTS:])],
         "num_events": len(events),
         "num_left_out": series.num_left_out,
-        "missing": few(_missing(series, events), _MOST_MISSING),
+        "missing": missing_ranks(series, events),
         "differences": [printable(text) for text in declared_differences(events)],
         "settings": [*_settings(records.run)],
     }
 
 
-def _missing(series: RunSeries, events: Sequence[Event]) -> Sequence[int]:
-    """Return the ranks of the last attempt that have no records of steps, while others have."""
+def missing_ranks(series: RunSeries, events: Sequence[Event]) -> str:
+    """Return the ranks of the last attempt that have no records of steps while others have; empty if there are none."""
     start = last_start(events)
     recorded = {*series.ranks}
     if start is None or not recorded:
-        return ()
-    return [*islice((rank for rank in range(start.world_size) if rank not in recorded), _MOST_SEARCHED)]
+        return ""
+    missing = islice((rank for rank in range(start.world_size) if rank not in recorded), _MOST_SEARCHED)
+    return few([*missing], _MOST_MISSING)
 
 
 def last_start(events: Sequence[Event]) -> kinds.Training | None:

@@ -78,6 +78,15 @@ def test_view_when_nothing_is_on_record_then_says_so(tmp_path):
     assert "No step is on record yet." in text(new_run(tmp_path / "empty"))
 
 
+def test_view_when_records_are_missing_or_damaged_then_says_so(run):
+    run.append_event(start(world_size=14))
+    with run.records_path(0).open("a") as file:
+        file.write("{}\n")
+    shown = text(run)
+    assert "Damaged lines of its records were left out: 1.\n" in shown
+    assert "Ranks without records of steps: 12, 13.\n" in shown
+
+
 def test_line_has_the_state(run):
     assert line(LiveRun(run).refresh()) == "run: died, step 30, 240 samples, 8 samples/s, loss 0.033333"
 

@@ -15,7 +15,7 @@ from dure.records.finding import Finding
 from dure.records.step_record import PARTS
 from dure.report.live.examination import Examination
 from dure.report.live.live_run import LiveRun, Moment
-from dure.report.live.wording import ago, remarks
+from dure.report.live.wording import ago, gaps, remarks
 from dure.report.part_labels import PART_LABELS
 from dure.report.tables import STATUS_STYLES
 from dure.styled import Hanging, draw, drawn, joined, styled
@@ -89,7 +89,9 @@ def view(moment: Moment, findings: Sequence[Finding] | None, columns: int, lines
     status = (moment.status, f"bold {STATUS_STYLES.get(moment.status, 'red')}")
     parts: list[RenderableType] = [joined((moment.records.run.name, "bold"), " ", status)]
     parts.append(Hanging(styled(", ".join(_facts(moment)), overflow="fold")))
-    parts += [styled(text, "dim", overflow="fold") for text in (*remarks(moment), *moment.records.remarks)]
+    parts += [
+        styled(text, "dim", overflow="fold") for text in (*remarks(moment), *gaps(moment), *moment.records.remarks)
+    ]
     if moment.records.seen.fault:
         parts.append(styled(moment.records.seen.fault, "yellow", overflow="fold"))
     series = moment.records.series

@@ -4,6 +4,7 @@ import math
 from collections.abc import Iterator
 
 from dure.report.live.live_run import Moment
+from dure.report.page import missing_ranks
 from dure.units import format_count, format_seconds
 
 
@@ -30,3 +31,12 @@ def remarks(moment: Moment) -> Iterator[str]:
         yield f"The run has ended: {moment.status}. If it is resumed, this shows it."
     elif moment.step is None and not moment.is_over:
         yield "No step is on record yet."
+
+
+def gaps(moment: Moment) -> Iterator[str]:
+    """Yield sentences on what the records lack; a page has them below its charts."""
+    series = moment.records.series
+    if series.num_left_out:
+        yield f"Damaged lines of its records were left out: {series.num_left_out}."
+    if missing := missing_ranks(series, moment.records.events):
+        yield f"Ranks without records of steps: {missing}."

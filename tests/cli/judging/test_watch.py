@@ -3,15 +3,19 @@
 import os
 import re
 import signal
+import stat
 import subprocess
 import sys
 import time
 import urllib.request
+from pathlib import Path
 
 import pytest
 
 from dure.cli.app import main
 from tests.report.live.watched_runs import append, going_on, new_run, start
+
+pytest.importorskip("bokeh", reason="draws and serves the page: pip install 'dure[report]'")
 
 
 @pytest.fixture
@@ -66,6 +70,22 @@ def test_run_when_it_has_ended_then_the_terminal_shows_it_once(run, capsys):
     shown = capsys.readouterr().out
     assert "step 3, 24 samples" in shown
     assert shown.endswith("the run has ended: died\n")
+
+
+def test_browser_when_it_is_opened_then_its_arguments_do_not_have_the_token(run, capsys, monkeypatch):
+    found = []
+
+    def opened(address):
+        path = Path(urllib.request.url2pathname(address.removeprefix("file://")))
+        found.append((path, path.read_text(), stat.S_IMODE(path.parent.stat().st_mode)))
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("webbrowser.open", opened)
+    assert main(["watch", str(run.path), "--open"]) == 130
+    ((path, text, mode),) = found
+    assert capsys.readouterr().out.strip() in text
+    assert mode == 0o700
+    assert not path.exists()
 
 
 @pytest.mark.slow

@@ -54,13 +54,16 @@ def test_file_when_it_is_shortened_and_has_grown_again_then_that_is_noticed(path
     assert lines(file) == (["a", "B", "C", "d"], True)
 
 
-def test_file_when_it_is_replaced_then_the_new_one_is_read(path, tmp_path):
+@pytest.mark.parametrize(("text", "found"), [("a\nb\nc\n", (["c"], False)), ("a\nB\nc\n", (["a", "B", "c"], True))])
+def test_file_when_it_is_replaced_then_a_copy_that_has_grown_goes_on_and_another_file_does_not(
+    path, tmp_path, text, found
+):
     file = GrowingFile(path)
     append(path, "a\nb\n")
     lines(file)
-    append(tmp_path / "new", "a\nb\nc\n")
+    append(tmp_path / "new", text)
     (tmp_path / "new").rename(path)
-    assert lines(file) == (["a", "b", "c"], True)
+    assert lines(file) == found
 
 
 def test_file_when_it_is_removed_then_its_lines_are_void_until_it_comes_back(path):

@@ -40,7 +40,6 @@ class GrowingFile:
         """Bytes that were read: complete lines."""
         self.rest_bytes = 0
         """Bytes of a last line without an end."""
-        self._identity = (0, 0)
         self._mark = b""
         self._block_bytes = _BLOCK_BYTES
         self._skips_line = False
@@ -59,7 +58,7 @@ class GrowingFile:
             found = os.fstat(descriptor)
             if not stat.S_ISREG(found.st_mode):
                 return self._lost()
-            return self._read(descriptor, found)
+            return self._read(descriptor, found.st_size)
         finally:
             os.close(descriptor)
 
@@ -72,12 +71,11 @@ class GrowingFile:
         self.offset = self.rest_bytes = 0
         self._mark, self._block_bytes, self._skips_line = b"", _BLOCK_BYTES, False
 
-    def _read(self, descriptor: int, found: os.stat_result) -> Gain:
-        is_restarted = not self._is_the_same(descriptor, found)
+    def _read(self, descriptor: int, size: int) -> Gain:
+        is_restarted = not self._is_the_same(descriptor, size)
         if is_restarted:
             self._begin_again()
-        self._identity = (found.st_dev, found.st_ino)
-        new_bytes = found.st_size - self.offset
+        new_bytes = size - self.offset
         data = os.pread(descriptor, min(self._block_bytes, new_bytes), self.offset) if new_bytes else b""
         has_more = new_bytes > len(data) > 0
         end = data.rfind(b"\n") + 1
@@ -90,7 +88,7 @@ class GrowingFile:
             lines, num_too_long = [], 0
             if has_more:
                 self._read_longer_lines(data)
-        left_bytes = found.st_size - self.offset
+        left_bytes = size - self.offset
         self.rest_bytes = 0 if has_more else left_bytes
         return Gain(
             lines=[line for line in lines if line and not line.isspace()],
@@ -109,12 +107,10 @@ class GrowingFile:
 
     def _go_on(self, data: bytes) -> None:
         self.offset += len(data)
-        self._mark = data[-_MARK_BYTES:]
+        self._mark = (self._mark + data[-_MARK_BYTES:])[-_MARK_BYTES:]
 
-    def _is_the_same(self, descriptor: int, found: os.stat_result) -> bool:
-        """Return whether the file still is the one of which lines were read."""
-        if not self._mark:
-            return True
-        if (found.st_dev, found.st_ino) != self._identity or found.st_size < self.offset:
+    def _is_the_same(self, descriptor: int, size: int) -> bool:
+        """Return whether the file begins with the lines that were read; it may be a copy that replaced it (rsync)."""
+        if size < self.offset:
             return False
         return os.pread(descriptor, len(self._mark), self.offset - len(self._mark)) == self._mark

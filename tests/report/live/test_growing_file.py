@@ -66,15 +66,18 @@ def test_file_when_it_is_replaced_then_a_copy_that_has_grown_goes_on_and_another
     assert lines(file) == found
 
 
-def test_file_when_it_is_removed_then_its_lines_are_void_until_it_comes_back(path):
+def test_file_when_it_is_out_of_reach_then_goes_on_where_it_was_if_it_is_the_same(path, tmp_path):
     file = GrowingFile(path)
     append(path, "a\n")
     lines(file)
-    path.unlink()
-    assert lines(file) == ([], True)
+    path.rename(tmp_path / "away")
     assert lines(file) == ([], False)
+    (tmp_path / "away").rename(path)
     append(path, "b\n")
     assert lines(file) == (["b"], False)
+    path.unlink()
+    append(path, "c\n")
+    assert lines(file) == (["c"], True)
 
 
 def test_file_when_it_is_long_then_each_reading_is_bounded(path, monkeypatch):

@@ -20,7 +20,7 @@ class Gain:
     lines: Sequence[bytes]
     """Complete lines without their ends; blank lines are left out."""
     is_restarted: bool = False
-    """True if the file was replaced, shortened or removed: these are its first lines, and earlier ones are void."""
+    """True if the file was replaced or shortened: these are its first lines, and earlier ones are void."""
     num_too_long: int = 0
     """Number of lines that were left out because of their length."""
     left_bytes: int = 0
@@ -31,7 +31,8 @@ class GrowingFile:
     """File of lines, read from where the last reading ended.
 
     The writer may be in the middle of a line, may be killed there, and may shorten the file (a resume undoes steps) or
-    replace it. The file may appear later, and disappear. Each reading takes a bounded number of bytes.
+    replace it. The file may appear later, and be out of reach for some time. Each reading takes a bounded number of
+    bytes.
     """
 
     def __init__(self, path: Path) -> None:
@@ -53,19 +54,14 @@ class GrowingFile:
         try:
             descriptor = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
         except FileNotFoundError:
-            return self._lost()
+            return Gain(lines=())
         try:
             found = os.fstat(descriptor)
             if not stat.S_ISREG(found.st_mode):
-                return self._lost()
+                return Gain(lines=())
             return self._read(descriptor, found.st_size)
         finally:
             os.close(descriptor)
-
-    def _lost(self) -> Gain:
-        was_read = self.offset > 0
-        self._begin_again()
-        return Gain(lines=(), is_restarted=was_read)
 
     def _begin_again(self) -> None:
         self.offset = self.rest_bytes = 0

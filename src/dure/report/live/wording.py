@@ -28,7 +28,7 @@ def remarks(moment: Moment) -> Iterator[str]:
     if moment.unread_fraction:
         yield f"Its records are being read: {1 - moment.unread_fraction:.0%} so far."
     elif moment.is_over and moment.status != "unreadable":
-        yield f"The run has ended: {moment.status}. If it is resumed, this shows it."
+        yield "The run has ended."
     elif moment.step is None and not moment.is_over:
         yield "No step is on record yet."
 

@@ -32,6 +32,7 @@ COLUMNS, SCALE = "columns", "scale"
 _HEIGHT = 260
 _AROUND, _ROW_HEIGHT = 70, 24
 """Height in pixels of what surrounds a chart with rows, and of each row."""
+_MOST_EVALUATIONS = 1_000
 _MOST_ROWS = 16
 """Maximum number of ranks that are labelled; further ones have narrower rows."""
 
@@ -75,8 +76,9 @@ def throughput_chart(series: RunSeries) -> Chart:
 
 
 def metric_chart(samples_seen: Sequence[float], values: Sequence[float]) -> Chart:
-    """Return a metric of the evaluations over samples."""
-    x, y = np.array(samples_seen, float), np.array(values, float)
+    """Return a metric of the evaluations over samples; of very many, some at equal distances and the last one."""
+    shown = np.linspace(0, len(values) - 1, min(len(values), _MOST_EVALUATIONS)).round().astype(int)
+    x, y = np.array(samples_seen, float)[shown], np.array(values, float)[shown]
     return _line("samples seen", "value", x, y, COLORS["sync"], has_points=True)
 
 

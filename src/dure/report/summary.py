@@ -126,18 +126,20 @@ def effective_events(events: Iterable[Event], samples: float = math.inf) -> list
         events: Events of the run.
         samples: Samples of the run so far.
     """
-    found: list[Event] = []
+    found: list[Event | None] = []
+    places: dict[int, int] = {}  # of the evaluation at each position, because there may be thousands
     for event in events:
         if isinstance(event, Resumed):
-            seen = event.samples_seen
-            found = [e for e in found if not isinstance(e, Evaluated) or e.samples_seen <= seen]
+            for seen in [seen for seen in places if seen > event.samples_seen]:
+                found[places.pop(seen)] = None
         if isinstance(event, Evaluated):
             if event.samples_seen > samples:
                 continue
-            seen = event.samples_seen
-            found = [e for e in found if not isinstance(e, Evaluated) or e.samples_seen != seen]
+            if event.samples_seen in places:
+                found[places[event.samples_seen]] = None
+            places[event.samples_seen] = len(found)
         found.append(event)
-    return found
+    return [event for event in found if event is not None]
 
 
 def _row(event: Evaluated) -> EpochRow:

@@ -190,6 +190,21 @@ def test_pages_when_there_are_many_then_all_receive_the_same_changes(run):
     assert server.pages == set()
 
 
+def test_page_when_records_are_not_understood_then_that_is_said_once_and_it_follows_later(run, monkeypatch, capfd):
+    with watched(run) as server:
+        faults, update = [KeyError("x")] * 3, server.updates.update
+
+        def faulty(moment, findings):
+            if faults:
+                raise faults.pop()
+            return update(moment, findings)
+
+        monkeypatch.setattr(server.updates, "update", faulty)
+        (whole,) = messages(server, 1)
+        assert (faults, whole["order"][0]) == ([], "loss")
+    assert capfd.readouterr().err.count("are damaged or of another version") == 1
+
+
 def test_texts_when_they_are_hostile_then_no_message_has_them_as_html(run):
     run.append_event(Warned(message=HOSTILE))
     run.append_event(UnknownEvent(name=HOSTILE, fields={HOSTILE: HOSTILE}))

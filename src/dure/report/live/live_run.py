@@ -89,16 +89,16 @@ class LiveRun:
         """
         remarks: list[str] = []
         deadline = time.monotonic() + _BUDGET_SECONDS
-        with _remarked(remarks), os_errors_as_sentences(self.run.path, "read"):
+        with _remarked(remarks), os_errors_as_sentences(self.run.path, "read"), self.run.understood():
             ranks = self.run.recorded_ranks()  # if the folder is out of reach, what was read stays
-            self._read_events()
+            self._read_events(deadline)
             self._read_steps(ranks, deadline, remarks)
         self._spans.limit()
         seen = self._overview()
         num_torn = 0 if seen.status == "running" else sum(bool(file.rest_bytes) for file in self._files.values())
         return self._moment(seen, remarks, num_torn)
 
-    def _read_events(self) -> None:
+    def _read_events(self, deadline: float) -> None:
         gain = self._events_file.read()
         if gain.is_restarted:
             self._events.clear()
@@ -111,7 +111,7 @@ class LiveRun:
                         event = event_from_json(record)
                         self._events.append(event)
                         self._num_restarts += isinstance(event, Restarted)
-            if not gain.left_bytes:
+            if not gain.left_bytes or time.monotonic() > deadline:
                 break
             gain = self._events_file.read()
 
@@ -123,7 +123,8 @@ class LiveRun:
         pending = ranks
         while pending:
             for rank in pending:
-                with _remarked(remarks), os_errors_as_sentences(self.run.records_path(rank), "read"):
+                path = self.run.records_path(rank)
+                with _remarked(remarks), os_errors_as_sentences(path, "read"), self.run.understood():
                     self._left_bytes[rank] = 0
                     self._read_block(rank)
             # blocks in turns: a chart of a run that is read half has all ranks

@@ -19,7 +19,7 @@ import tornado.httpserver
 import tornado.web
 import tornado.websocket
 
-from dure.errors import Misuse
+from dure.errors import Misuse, RunInvalid
 from dure.report.live.examination import Examination
 from dure.report.live.live_run import LiveRun, Moment
 from dure.report.live.metrics import CONTENT_TYPE, metrics_text
@@ -71,6 +71,7 @@ class WatchServer:
         self.hosts = (f"{ADDRESS}:{self.port}", f"localhost:{self.port}")
         self._has_news = asyncio.Event()
         self._was_over = False
+        self._reported = ""
 
     @property
     def address(self) -> str:
@@ -97,15 +98,16 @@ class WatchServer:
             max_header_size=_MOST_REQUEST_BYTES,
             idle_connection_timeout=_IDLE_SECONDS,
         )
-        server.add_socket(self._socket)
         log, handler = logging.getLogger("tornado"), _LogToStatus(logging.ERROR)
         log.addHandler(handler)
         try:
             await self._look()
+            server.add_socket(self._socket)
             started()
             await self._follow()
         finally:
             server.stop()
+            self._socket.close()
             for page in [*self.pages]:
                 page.close(1001)
             await server.close_all_connections()
@@ -134,12 +136,23 @@ class WatchServer:
         self._was_over = moment.is_over
         if not self.pages:
             return
-        change = await asyncio.to_thread(self.updates.update, moment, self.examination.findings)
+        try:
+            with self.live.run.understood():
+                change = await asyncio.to_thread(self.updates.update, moment, self.examination.findings)
+        except RunInvalid as error:  # the pages stay as they are
+            self._report(str(error))
+            return
         whole = None
         for page in [*self.pages]:
             if page.is_behind:
                 whole = self.updates.whole() if whole is None else whole
             page.send(whole if page.is_behind and whole is not None else change)
+
+    def _report(self, fault: str) -> None:
+        """Write a fault to stderr, once and not every second."""
+        if fault != self._reported:
+            print_status(fault)
+        self._reported = fault
 
     def welcome(self, page: "_Live") -> None:
         """Send the whole state to a page soon."""

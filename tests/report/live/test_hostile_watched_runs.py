@@ -1,5 +1,6 @@
 """Run folders as no process of dure leaves them: each is shown as far as it can be read."""
 
+import json
 import shutil
 from pathlib import Path
 
@@ -10,29 +11,28 @@ from dure.errors import DureError
 from dure.records.run_dir import RunDir
 from dure.report.live.live_run import LiveRun
 from dure.report.live.metrics import metrics_text
+from dure.report.live.page_updates import PageUpdates, page_contents
 from dure.report.live.screen import view
+from dure.report.page import rendered_page
 from dure.styled import drawn
 from tests.records.test_hostile_runs import DAMAGES
 from tests.report.live.test_metrics import parsed
 from tests.report.live.watched_runs import append, new_run, start
 
+pytest.importorskip("bokeh", reason="draws the page: pip install 'dure[report]'")
+
 RUN_FOLDERS = Path(__file__).parents[2] / "samples" / "run_folders"
 
 
-def page_and_screen(run):
-    """Return the message to a page, and the screen."""
-    pytest.importorskip("bokeh", reason="draws the page: pip install 'dure[report]'")
-    from dure.report.live.page_updates import PageUpdates
-
+def shown(run):
+    """Return the state of a run with its findings, after a look at its metrics."""
     try:
         findings = diagnose(run).findings
     except DureError:
         findings = ()
     moment = LiveRun(run).refresh()
-    updates = PageUpdates()
-    updates.update(moment, findings)
     parsed(metrics_text(moment))
-    return updates.whole(), drawn(view(moment, findings, 80, 24), 80)
+    return moment, findings
 
 
 @pytest.mark.parametrize("damage", DAMAGES.values(), ids=DAMAGES)
@@ -47,14 +47,19 @@ def test_run_when_it_is_damaged_then_is_shown_as_far_as_it_can_be_read(damage, t
     live.refresh()
     damage(run.path)
     assert live.refresh().step is not None
-    message, screen = page_and_screen(run)
-    assert '"order":["loss"' in message
-    assert screen.startswith("run ")
+    moment, findings = shown(run)
+    found = page_contents(moment, findings)
+    assert [section.id for section in found["sections"]][:2] == ["loss", "throughput"]
+    assert "<h1>run " in rendered_page(run, found, is_live=True)
+    assert drawn(view(moment, findings, 80, 24), 80).startswith("run ")
 
 
 @pytest.mark.parametrize("name", sorted(path.name for path in RUN_FOLDERS.iterdir()))
 def test_run_of_every_kind_is_shown(name, tmp_path):
     shutil.copytree(RUN_FOLDERS / name, tmp_path / name)
-    message, screen = page_and_screen(RunDir(tmp_path / name))
-    assert screen.startswith(f"{name} ")
-    assert message.endswith("}}")
+    moment, findings = shown(RunDir(tmp_path / name))
+    updates = PageUpdates()
+    updates.update(moment, findings)
+    whole = json.loads(updates.whole())
+    assert [*whole["charts"]] == [*whole["numbers"]] == whole["order"]
+    assert drawn(view(moment, findings, 80, 24), 80).startswith(f"{name} ")

@@ -34,7 +34,7 @@ class StepTimes:
     sent_bytes: np.ndarray
     """Bytes that each rank sent in each step, `(R, S)`."""
     measured: tuple[Mapping[str, np.ndarray], ...]
-    """What each rank measured in addition, of all its steps, NaN in those without; empty if it was not read."""
+    """Further measurements of each rank, of all its steps, NaN in those without; empty if they were not read."""
     num_left_out: int
     """Number of lines in the records that are not step records."""
     recorded_fraction: float

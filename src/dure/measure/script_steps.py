@@ -143,7 +143,7 @@ class ScriptSteps:
         self._flush_at = time.monotonic() + _FLUSH_SECONDS
         self._replicas: list[ReplicaClock] = []
         self._reduction: dict[str, float] = {}
-        """What the last reduction of gradients measured in addition."""
+        """Measurements of the last reduction of gradients, for the step's record."""
         self._sent_bytes = 0
         """Bytes that this rank sends for a step, as far as was seen."""
         self._look_at = 0.0

@@ -1,6 +1,7 @@
 """State of a data set that no checkpoint holds."""
 
 import json
+from collections import deque
 from pathlib import Path
 from typing import Any
 
@@ -73,6 +74,45 @@ def test_tensors_when_reading_changes_them_then_they_are_no_state() -> None:
     state.leave_out_changed()
     _ = cached[1]
     assert state.changed() == []
+
+
+class Counting(Dataset[Any]):
+    """Samples that follow from how many were read, and from which was read last."""
+
+    def __init__(self) -> None:
+        self.reads, self.last, self.scale = 0, deque([-1], maxlen=1), float("nan")
+
+    def __len__(self) -> int:
+        return 4
+
+    def __getitem__(self, index: int) -> Tensor:
+        self.reads += 1
+        self.last.append(index)
+        return torch.tensor([float(self.reads), float(self.last[0])])
+
+
+def test_numbers_and_queues_when_each_read_changes_them_then_they_are_named_and_stay_as_they_are() -> None:
+    counting = Counting()
+    assert DataState(Subset(counting, [1, 0])).changed_by_reading(read) == ["data.dataset.reads", "data.dataset.last"]
+    assert (counting.reads, list(counting.last)) == (0, [-1])
+    assert DataState(Cached(1.0)).changed_by_reading(read) == []
+
+
+class CountsReads(ZooTask):
+    """Samples become larger with the number of reads, from the ten thousandth on."""
+
+    def train_data(self) -> Dataset[Any]:
+        class Larger(Samples):
+            def __init__(self, *columns: Tensor) -> None:
+                super().__init__(*columns)
+                self.reads = 0
+
+            def __getitem__(self, index: int) -> Any:
+                x, y = super().__getitem__(index)
+                self.reads += 1
+                return x * (1 + self.reads // 10_000), y
+
+        return Larger(*data())
 
 
 class Resampled(ZooTask):
@@ -173,6 +213,7 @@ def test_run_when_the_last_stage_alone_changes_its_data_then_that_is_declared_to
         (FollowsTraining, "state that no checkpoint holds: eval_data.columns.1 changed on the way"),
         (ReadsIntoScratch, None),
         (CachesNoise, "data: samples keep the random values that they had when they were first read"),
+        (CountsReads, "state of the data set that changes with each read (data.reads)"),
         (ZooTask, None),
     ],
 )

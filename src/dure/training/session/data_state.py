@@ -2,6 +2,7 @@
 
 import copy
 import time
+from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
@@ -30,7 +31,7 @@ class DataState:
         self._eval_data = eval_data
         self._unread: tuple[Any, ...] = ()
         with suppress(Exception):  # it may be of a class that cannot be copied
-            self._unread = copied(data), copied(data), copied(data)
+            self._unread = copied(data), copied(data), copied(data), copied(data)
         self._left_out: set[str] = set()
         self._first: dict[str, tuple[Tensor, int]] = {}
         self.record()
@@ -43,7 +44,7 @@ class DataState:
         """
         copies, self._unread = self._unread, ()
         with suppress(Exception):  # training will raise it
-            read_one, unread, other = copies
+            read_one, unread, other, _ = copies
             started = time.monotonic()
             read(read_one, 0, 0)
             if time.monotonic() - started < _MOST_SECONDS:
@@ -51,6 +52,32 @@ class DataState:
                 fresh = digest(read(unread, 0, 1))
                 return kept != fresh == digest(read(other, 0, 1))
         return False
+
+    def changed_by_reading(self, read: Callable[[Any, int, int], Any]) -> list[str]:
+        """Return the paths of numbers and queues that change with each read of a sample; called first, and once.
+
+        A container that reading fills is a cache: the samples in it would be read again.
+
+        Args:
+            read: As that of `keeps_random_values`.
+        """
+        if not self._unread:
+            return []
+        data = self._unread[3]
+        numbers, queues = _values_of("data", data, int | float), _values_of("data", data, deque)
+        before = {path: copy.copy(queue) for path, queue in queues.items()}
+        with suppress(Exception):  # training will raise it
+            started = time.monotonic()
+            for _ in range(2):
+                if time.monotonic() - started < _MOST_SECONDS:
+                    read(data, 0, 0)
+        now = _values_of("data", data, int | float)
+        found = [path for path, number in numbers.items() if repr(now.get(path, number)) != repr(number)]
+        found += [path for path, queue in queues.items() if [*map(id, queue)] != [*map(id, before[path])]]
+        for path, queue in queues.items():  # the copy shares them with the data set
+            queue.clear()
+            queue.extend(before[path])
+        return found
 
     def record(self) -> None:
         """Record the current tensors."""
@@ -73,6 +100,16 @@ class DataState:
     def _tensors(self) -> dict[str, Tensor]:
         of_evaluation = {} if self._eval_data is None else tensors_of("eval_data", self._eval_data)
         return {**of_evaluation, **tensors_of("data", self._data)}
+
+
+def _values_of(path: str, data: object, kinds: Any, levels: int = LEVELS) -> dict[str, Any]:
+    """Return the attributes of some kinds of a data set and of those that it holds, by path."""
+    if not isinstance(data, Dataset) or not levels:
+        return {}
+    found = {f"{path}.{name}": item for name, item in vars(data).items() if isinstance(item, kinds)}
+    for name, item in vars(data).items():
+        found |= _values_of(f"{path}.{name}", item, kinds, levels - 1)
+    return found
 
 
 def copied(data: Any, levels: int = LEVELS) -> Any:

@@ -212,7 +212,13 @@ def open_session(
         strategy.random_stream = 0  # all ranks make the same draws for the optimiser, as one process does
     notes = [depends_on_ranks(one_process_build.difference)] if one_process_build.difference else []
     notes += not_kept
-    if data_state.keeps_random_values(lambda each, *place: SampleFetch(each, task.collate, spec.seed).sample(*place)):
+
+    def read_sample(samples: Any, index: int, epoch: int) -> Any:
+        return SampleFetch(samples, task.collate, spec.seed).sample(index, epoch)
+
+    if read_counts := data_state.changed_by_reading(read_sample):
+        notes.append(_CHANGED_BY_READING.format(few(read_counts)))
+    if data_state.keeps_random_values(read_sample):
         notes.append(_KEPT_DRAWS)
     data_state.record()  # trials have put tensors back, which counts as a change
     return Session(
@@ -269,6 +275,10 @@ def _is_changed(tensor: Tensor, kept: object) -> bool:
     return not is_view and not is_equal(kept.to(tensor.device), tensor.detach())
 
 
+_CHANGED_BY_READING = (
+    "state of the data set that changes with each read ({}): no checkpoint holds it, and each rank and each loader "
+    "process has its own; a sample that follows from it is another one after a resume, and on other ranks"
+)
 _KEPT_DRAWS = (
     "data: samples keep the random values that they had when they were first read, which other ranks, loader processes "
     "and a resume do not have (draw them for each read, or in __init__ from a seed)"

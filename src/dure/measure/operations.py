@@ -30,14 +30,15 @@ class StepOperations:
         if number == AT_STEP and self._tell is not None:
             self._count.begin()
 
-    def end_step(self, number: int) -> None:
-        """Tell what was counted, if this was the step."""
+    def end_step(self, number: int) -> bool:
+        """Tell what was counted, if this was the step; return whether that took time."""
         if number < AT_STEP or self._tell is None:
-            return
+            return False
         tell, self._tell = self._tell, None
         found = self._count.end()
         if found is not None:
             tell(found, seconds_of_smallest())
+        return found is not None
 
 
 def seconds_of_smallest() -> float:

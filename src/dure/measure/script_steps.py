@@ -303,10 +303,10 @@ class ScriptSteps:
         if self._tell is not None:
             tell, self._tell = self._tell, None
             tell(self._facts())
-        self._step = self._begun(mark)
         self._last = "begin"
         self._num_ended += 1
-        self._operations.end_step(self._num_ended)
+        has_counted = self._operations.end_step(self._num_ended)
+        self._step = self._begun(None if has_counted else mark)
         if time.monotonic() >= self._flush_at:
             self._flush(keep=1)
 

@@ -48,7 +48,8 @@ def flight_record(*, with_frames: bool = True) -> list[dict[str, Any]]:
     dump = getattr(c10d, "_dump_nccl_trace" if is_nccl else "_dump_fr_trace", None)
     if dump is None:
         return []
-    entries = _PlainData(io.BytesIO(dump(True, with_frames, False))).load().get("entries", [])
+    dumped = dump() if with_frames else dump(True, False, False)
+    entries = _PlainData(io.BytesIO(dumped)).load().get("entries", [])
     pending = _pending_of_nccl(entries) if is_nccl else [not entry["retired"] for entry in entries]
     return [
         {

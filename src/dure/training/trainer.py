@@ -206,7 +206,8 @@ class Trainer:
         for boundary in self.loop.boundaries(position.samples_seen, session.total_samples, position.step):
             before = position.samples_seen
             self.changes.after_step()
-            self.operations.end_step(boundary.step - self.begun_at[1])
+            if self.operations.end_step(boundary.step - self.begun_at[1]):
+                self.loop.restart_clock()
             position.samples_seen, position.step = boundary.batch.samples_seen, boundary.step
             self.current_step(boundary.step)
             requests = self._note(boundary.outcomes)

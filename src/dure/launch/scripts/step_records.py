@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from dure.process.context import Place
 from dure.process.jobs import ScriptJob
+from dure.terminal import one_line, print_status
 
 if TYPE_CHECKING:
     from dure.measure.script_steps import ScriptFacts
@@ -25,8 +26,6 @@ def record_steps(folder: Path, job: ScriptJob, place: Place) -> Callable[[], Non
 
     run, rank = RunDir(folder), place.rank
     path = run.records_path(rank.rank)
-    if place.round and path.is_file():
-        os.replace(path, path.with_name(f"round{place.round - 1}-{path.name}"))
 
     def tell(facts: "ScriptFacts") -> None:
         if rank.rank:
@@ -49,6 +48,13 @@ def record_steps(folder: Path, job: ScriptJob, place: Place) -> Callable[[], Non
         if not rank.rank:
             run.append_event(OperationsCounted(operations=operations, least_seconds=least_seconds))
 
-    steps = ScriptSteps(RecordWriter(path), rank.world_size, tell, count)
+    try:
+        if place.round and path.is_file():
+            os.replace(path, path.with_name(f"round{place.round - 1}-{path.name}"))
+        writer = RecordWriter(path)
+    except OSError as error:  # the script can do without
+        print_status(f"dure: rank {rank.rank} records no steps: {one_line(error)}")
+        return lambda: None
+    steps = ScriptSteps(writer, rank.world_size, tell, count)
     steps.install()
     return steps.close

@@ -23,9 +23,7 @@ E = TypeVar("E", bound=Event)
 
 Look = Callable[[Speed], Iterator[Finding]]
 _LOOKS: Sequence[Sequence[Look]] = (
-    # what the first finds explains what the others would
-    (computing.too_small_to_distribute, waits.bucket_size, waits.communication_bound),
-    (computing.too_small_to_distribute, computing.small_operations, computing.small_samples_per_step),
+    (computing.small_operations, computing.small_samples_per_step),
     (waits.uneven_shares, waits.straggler, waits.changing_lateness),
     (pauses.evaluation_on_one_rank, pauses.evaluation_dominates),
     (waits.waits_for_data,),
@@ -34,7 +32,8 @@ _LOOKS: Sequence[Sequence[Look]] = (
     (computing.low_precision_unused,),
     (pauses.checkpoint_stalls,),
 )
-"""Looks at a run's speed: of those in one row only the first finding counts."""
+"""Looks at a run's speed: what the first of a row finds explains what the others would."""
+_AT_COMMUNICATION: Sequence[Look] = (waits.bucket_size, computing.too_small_to_distribute, waits.communication_bound)
 
 
 def slow_findings(run: RunDir, spec: RunSpec | None, events: Sequence[Event]) -> list[Finding]:
@@ -54,8 +53,11 @@ def slow_findings(run: RunDir, spec: RunSpec | None, events: Sequence[Event]) ->
     speed = _speed_of_script(setup, times, since) if setup.is_script else _speed_of_task(setup, times, since)
     if times.steps.size < _FEWEST_STEPS or not _LEAST_SECONDS <= speed.total_seconds < math.inf:
         return []
-    slow = {finding.id: finding for looks in _LOOKS for finding in _first(looks, speed)}  # one look may be in two rows
-    return sorted([*_gaps(times), *slow.values()], key=lambda finding: -(finding.gain_fraction or 0.0))
+    slow = _first(_AT_COMMUNICATION, speed)
+    # too small a step also explains why its operations are small
+    is_too_small = any(finding.id == "too_small_to_distribute" for finding in slow)
+    slow += [finding for looks in _LOOKS[is_too_small:] for finding in _first(looks, speed)]
+    return sorted([*_gaps(times), *slow], key=lambda finding: -(finding.gain_fraction or 0.0))
 
 
 def _first(looks: Sequence[Look], speed: Speed) -> list[Finding]:

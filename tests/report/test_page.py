@@ -9,17 +9,16 @@ from pathlib import Path
 import pytest
 
 from dure.cli.app import main
-from dure.records.events import Evaluated, UnknownEvent, Warned
 from dure.records.finding import Finding
 from dure.records.run_dir import RunDir
-from dure.records.step_record import Metric, step_line
+from dure.records.step_record import step_line
 from dure.report.page import page
 from tests.record_cases import step_of
+from tests.report.hostile import add_hostile_records
 
 pytest.importorskip("bokeh", reason="draws the page: pip install 'dure[report]'")
 
 RUN_FOLDERS = Path(__file__).parents[1] / "samples" / "run_folders"
-HOSTILE = "</script><script>alert(1)</script><img src=x onerror=alert(1)>\x1b]0;title\x07"
 
 
 @pytest.fixture
@@ -49,12 +48,7 @@ def test_page_when_opened_then_loads_nothing(run):
 
 
 def test_page_when_texts_are_hostile_then_they_are_shown_and_not_run(run):
-    run.append_event(Warned(message=HOSTILE))
-    run.append_event(UnknownEvent(name=HOSTILE, fields={HOSTILE: HOSTILE}))
-    metrics = {HOSTILE: Metric(value=1.0, count=1), "$$x$$": Metric(value=float("nan"), count=1)}
-    at = {"step": 1, "samples_seen": 64, "epochs": 0.5, "train_loss": None, "seconds": 0.1, "seconds_since_last": 0.1}
-    run.append_event(Evaluated(metrics=metrics, is_best=True, best_metric=HOSTILE, **at))
-    hostile = Finding(id="x", severity="error", what=HOSTILE, evidence=(HOSTILE,), cause=HOSTILE, remedy=HOSTILE)
+    hostile = add_hostile_records(run)
     html = page(run, [hostile])
     assert "alert(1)</script>" not in html
     assert "<img" not in own_text(html)

@@ -9,23 +9,11 @@ from dure.doctor.findings import diagnose
 from dure.records.events import Warned
 from dure.records.run_dir import RunDir
 from dure.report.page import write_page
+from tests.report.conftest import IN_BROWSER
 
-CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 SAMPLE = Path(__file__).parents[1] / "samples" / "run_folders" / "resumed"
 
-pytestmark = [
-    pytest.mark.browser,
-    pytest.mark.skipif(CHROMIUM is None, reason="needs Chromium (apt-get install chromium)"),
-]
-
-
-@pytest.fixture(scope="module")
-def browser():
-    playwright = pytest.importorskip("playwright.sync_api", reason="needs pip install 'dure[browser]'")
-    with playwright.sync_playwright() as started:
-        opened = started.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
-        yield opened
-        opened.close()
+pytestmark = IN_BROWSER
 
 
 @pytest.fixture(scope="module")

@@ -7,11 +7,11 @@ from dure.records.finding import Finding
 
 _LEAST_COMPUTING = 0.4
 """Fraction of a step from which it matters how it is computed."""
-_MOST_TIMES_LEAST = 9.0
-"""Multiple of the time of the smallest operation up to which calling operations takes most of a step: those of small
-models take 3 to 7 times as long, with backward and optimiser, those of larger ones more than 15 times."""
+_MOST_TIMES_LEAST = 6.0
+"""Multiple of the time of the smallest operation up to which calling operations takes most of a step: forward and
+backward of small models take 1 to 3 times as long per operation of the backward, those of larger ones more than 8."""
 _MOST_LEAST_SECONDS = 1e-3
-_MANY_OPERATIONS = 500
+_MANY_OPERATIONS = 200
 _MANY_MICROBATCHES = 8
 _FEW_SAMPLES = 4
 
@@ -74,7 +74,7 @@ def cpu_oversubscribed(speed: Speed) -> Iterator[Finding]:
         yield finding_of(
             speed,
             "cpu_oversubscribed",
-            computing / 2,  # between none, if others wait anyway, and far more: see the benchmark of slow threads
+            computing / 2,  # how much it is was not measured
             f"{nproc} ranks of {threads} threads each compete for {cores} cores",
             [f"{nproc} x {threads} threads on a host with {cores} cores"],
             "an operation waits for the last of its threads, and one without a core comes late",
@@ -87,7 +87,8 @@ def small_operations(speed: Speed) -> Iterator[Finding]:
     counted = speed.operations
     if counted is None or not counted.operations or not 0 < counted.least_seconds < _MOST_LEAST_SECONDS:
         return
-    seconds = speed.computing * speed.wall
+    # a backward calls about as many operations as its forward, and their times are those of both
+    seconds = float(speed.mean("forward_backward").max()) / max(_num_backwards(speed), 1.0)
     times = seconds / counted.operations / counted.least_seconds
     if times >= _MOST_TIMES_LEAST or speed.computing <= _LEAST_COMPUTING:
         return
@@ -106,7 +107,8 @@ def small_operations(speed: Speed) -> Iterator[Finding]:
         speed.computing / 2 * speed.step_fraction,
         f"a step consists of {what}, and mostly calls them",
         [
-            f"{counted.operations:,} operations of {1e6 * seconds / counted.operations:.1f} us each",
+            f"{counted.operations:,} operations in a backward, and for each "
+            f"{1e6 * seconds / counted.operations:.1f} us of forward and backward",
             f"calling one takes {1e6 * counted.least_seconds:.1f} us at least",
         ],
         cause,
@@ -114,11 +116,19 @@ def small_operations(speed: Speed) -> Iterator[Finding]:
     )
 
 
+def _num_backwards(speed: Speed) -> float:
+    """Return the number of backwards of a step on a rank; 0 if it is unknown."""
+    spec, samples = speed.setup.spec, speed.setup.samples_per_rank
+    if spec is None:
+        return speed.times.mean_of("backwards") or 0.0
+    return samples / min(spec.microbatch_size or samples, samples)
+
+
 def small_samples_per_step(speed: Speed) -> Iterator[Finding]:
     """Yield a finding if a step is computed in many microbatches of few samples."""
     spec, samples = speed.setup.spec, speed.setup.samples_per_rank
-    num = speed.times.mean_of("backwards") if spec is None else samples / (spec.microbatch_size or samples)
-    if not num or num < _MANY_MICROBATCHES or not 0 < samples / num <= _FEW_SAMPLES:
+    num = _num_backwards(speed)
+    if num < _MANY_MICROBATCHES or not 0 < samples / num <= _FEW_SAMPLES:
         return
     if speed.computing <= _LEAST_COMPUTING:
         return

@@ -124,6 +124,14 @@ def has_timed_events(name: str) -> bool:
     return _can(name, _time_event) if known is None else known
 
 
+def is_capturing(name: str) -> bool:
+    """Return whether the calls of a device are being recorded as a graph, in which no event may be waited for."""
+    import torch
+
+    is_in_graph = getattr(torch.get_device_module(name), "is_current_stream_capturing", None)
+    return bool(is_in_graph is not None and is_in_graph())
+
+
 def waited_event(device: Any, *, enable_timing: bool = False) -> Any:
     """Return an event of a device, for which a thread will wait.
 

@@ -9,8 +9,8 @@ import math
 import os
 import threading
 import time
-from collections import defaultdict
-from collections.abc import Callable
+from collections import UserDict, defaultdict
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,9 +18,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from dure.host.device_kinds import has_timed_events
+from dure.host.device_kinds import has_timed_events, is_capturing
 from dure.measure.collective_calls import read_calls
-from dure.measure.operations import StepOperations
+from dure.measure.operations import BackwardOperations
 from dure.measure.step_clock import Mark, StepClock
 from dure.records.step_record import StepRecord
 from dure.records.step_writer import RecordWriter
@@ -29,6 +29,7 @@ from dure.torchcompat.script_calls import (
     ReplicaClock,
     num_workers_of,
     observe_backwards,
+    observe_derivatives,
     observe_fetches,
     observe_group_ends,
     observe_replicas,
@@ -38,6 +39,8 @@ from dure.torchcompat.script_calls import (
 
 _FLUSH_SECONDS = 2.0
 _LOOK_SECONDS = 60.0
+_MOST_SPANS = 1000
+"""Number of spans from which those of a step are read before its end: it may never come."""
 _MOST_DEPTH = 4
 """Levels of a batch's containers at which its first tensor is looked for."""
 TRAINING = ("data", "forward", "backward", "sync", "optimizer", "other")
@@ -57,8 +60,10 @@ class _Step:
     inside: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))
     """Seconds of the host within spans: of a label that was waited for in a span of another, as `label in other`."""
     num_backwards: int = 0
-    after: dict[str, float] = field(default_factory=dict)
-    """Seconds of each of `AROUND` after the last step."""
+    known: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))
+    """Seconds of each label in spans that were read already, or after the last step."""
+    stepped: set[int] = field(default_factory=set)
+    """Identities of the optimisers that have stepped."""
     loss_sum: float = 0.0
     loss_count: int = 0
     num_samples: int = 0
@@ -72,13 +77,13 @@ class _Step:
         self.spans.append((label, mark))
 
     def give_to_evaluation(self) -> None:
-        """Count the fetch and the forward since the last backward as an evaluation."""
-        for index in reversed(range(len(self.spans))):
-            label, mark = self.spans[index]
-            if label in ("backward", "optimizer"):
-                break
-            if label in ("data", "forward"):
-                self.spans[index] = "evaluation", mark
+        """Count the last fetch and forward as an evaluation."""
+        mark = None
+        while self.spans and self.spans[-1][0] in ("data", "forward"):
+            last = self.spans.pop()[1]
+            mark = last if mark is None else mark
+        if mark is not None:
+            self.end_span("evaluation", mark)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -118,14 +123,14 @@ class ScriptSteps:
         self._writer = writer
         self._world_size = world_size
         self._tell: Callable[[ScriptFacts], None] | None = tell
-        self._operations = StepOperations(count)
+        self._operations = BackwardOperations(count)
         self._is_off = False
         self._pid, self._thread = os.getpid(), threading.main_thread().ident
         self._clock = StepClock(torch.device("cpu"))
         self._is_host = True
         self._held: list[_Step] = []
         self._step = self._begun()
-        self._count = self._num_ended = 0
+        self._count = 0
         self._samples = 0
         self._depth = 0
         """Number of backwards within each other."""
@@ -155,12 +160,13 @@ class ScriptSteps:
         safe = self._harmless
         observe_fetches(safe(self._begin_fetch), safe(self._end_fetch))
         observe_backwards(safe(self._begin_backward), safe(self._end_backward))
+        observe_derivatives(safe(lambda _: self._begin_backward(None)), safe(self._end_backward))
         observe_waits(safe(self._begin_inside), safe(lambda: self._end_inside("sync")))
-        observe_group_ends(safe(lambda: self._flush(keep=1)))
+        observe_group_ends(safe(lambda _: self._flush(keep=1)))
         observe_replicas(safe(self._add_replica))
         observe_saves(safe(self._begin_inside), safe(lambda: self._end_inside("saving")))
         register_optimizer_step_pre_hook(safe(lambda *_: self._begin_optimizer()))
-        register_optimizer_step_post_hook(safe(lambda *_: self._end_optimizer()))
+        register_optimizer_step_post_hook(safe(lambda optimizer, *_: self._end_optimizer(optimizer)))
 
     def _harmless(self, observer: Callable[..., None]) -> Callable[..., None]:
         """Return an observer that does nothing in children and helper threads, and whose first error ends recording."""
@@ -168,6 +174,8 @@ class ScriptSteps:
         def observe(*args: Any) -> None:
             if self._is_off or threading.get_ident() != self._thread or os.getpid() != self._pid:
                 return
+            if not self._is_host and is_capturing(self._clock.device.type):
+                return  # a graph of the device's calls: marks would become part of it
             try:
                 observer(*args)
             except Exception as error:
@@ -176,6 +184,10 @@ class ScriptSteps:
 
         return observe
 
+    def stop(self) -> None:
+        """Observe nothing more."""
+        self._is_off = True
+
     def close(self) -> None:
         """Write what is known, at the end of the process."""
         self._harmless(self._finish)()
@@ -183,7 +195,8 @@ class ScriptSteps:
     def _finish(self) -> None:
         if self._held:  # what follows the last step may be an evaluation, or the weights being saved
             rest = self._seconds_by_label(self._step)
-            self._held[-1].after.update({label: rest[label] for label in AROUND})
+            for label in AROUND:
+                self._held[-1].known[label] += rest[label]
         self._flush(keep=0)
 
     # calls, as they happen
@@ -192,6 +205,8 @@ class ScriptSteps:
         if not self._depth:
             with_gradients = torch.is_grad_enabled()
             self._step.end_span(self._label_before_fetch(with_gradients), self._clock.mark())
+            if len(self._step.spans) > _MOST_SPANS:
+                self._read_spans(self._step)
 
     def _label_before_fetch(self, with_gradients: bool) -> str:
         if self._last == "fetched without gradients":
@@ -200,22 +215,20 @@ class ScriptSteps:
             return "forward"
         return "other"
 
-    def _end_fetch(self, iterator: object, batch: object) -> None:
+    def _end_fetch(self, iterator: object, batch: object, is_there: bool) -> None:
         if self._depth:
             return
         if not torch.is_grad_enabled():
             self._step.end_span("evaluation", self._clock.mark())
-            self._last = "fetched without gradients" if batch is not None else "evaluated"
+            self._last = "fetched without gradients" if is_there else "evaluated"
             return
         if self._last == "fetched" and iterator is self._loader:
             # the batch before was not trained on: it was one of an evaluation, or was skipped
             self._step.give_to_evaluation()
             self._step.num_samples -= self._num_fetched
-        self._step.end_span("data" if batch is not None else "other", self._clock.mark())
+        self._step.end_span("data" if is_there else "other", self._clock.mark())
         self._last, self._loader = "fetched", iterator
         self._num_workers = num_workers_of(iterator)
-        # not before: a profiler of the script's own begins between two steps
-        self._operations.begin_step(self._num_ended + 1)
         self._num_fetched = _num_samples(batch)
         self._step.num_samples += self._num_fetched
 
@@ -228,13 +241,14 @@ class ScriptSteps:
         label = "evaluation" if self._last == "fetched without gradients" else "forward"
         self._step.end_span(label, self._clock.mark())
         self._note_loss(tensors)
-        self._operations.begin_step(self._num_ended + 1)
         self._step.num_backwards += 1
+        self._operations.begin()
 
     def _end_backward(self) -> None:
         self._depth -= 1
         if self._depth:
             return
+        self._operations.end()
         self._step.end_span("backward", self._clock.mark())
         for clock in self._replicas:
             if (reduced := clock.last_reduction()) is not None:
@@ -250,22 +264,24 @@ class ScriptSteps:
             # what follows a backward prepares the step: clipping, unscaling
             self._step.end_span("optimizer", self._clock.mark())
 
-    def _end_optimizer(self) -> None:
+    def _end_optimizer(self, optimizer: object) -> None:
         if self._depth:
             self._is_step_due = True
-        elif self._step.num_backwards or not self._held:
+        elif self._last != "begin" or not self._held or id(optimizer) in self._held[-1].stepped:
+            self._step.stepped.add(id(optimizer))
             self._end_step("optimizer")
         else:
             # another optimiser of the same step
             last, mark = self._held[-1], self._clock.mark()
             last.spans += [*self._step.spans, ("optimizer", mark)]
+            last.stepped.add(id(optimizer))
             last.ended_at = time.time()
             for label, seconds in self._step.inside.items():
                 last.inside[label] += seconds
             self._step = self._begun(mark)
             self._last = "begin"
 
-    def _begin_inside(self) -> None:
+    def _begin_inside(self, _: object) -> None:
         self._nested += 1
         if self._nested == 1:
             self._waits_begun = time.perf_counter()
@@ -304,9 +320,7 @@ class ScriptSteps:
             tell, self._tell = self._tell, None
             tell(self._facts())
         self._last = "begin"
-        self._num_ended += 1
-        has_counted = self._operations.end_step(self._num_ended)
-        self._step = self._begun(None if has_counted else mark)
+        self._step = self._begun(mark)
         if time.monotonic() >= self._flush_at:
             self._flush(keep=1)
 
@@ -323,7 +337,7 @@ class ScriptSteps:
     def _look_for_device(self, tensors: object) -> None:
         """Measure by the events of the device on which the loss is, if they measure time."""
         root = tensors if isinstance(tensors, Tensor) else next(iter(_tensors(tensors)), None)
-        if root is None or not has_timed_events(root.device.type):
+        if root is None or not has_timed_events(root.device.type) or is_capturing(root.device.type):
             return
         self._clock, self._is_host = StepClock(root.device), False
         self._step = _Step(begin=self._clock.mark(), begun_at=self._step.begun_at, num_samples=self._step.num_samples)
@@ -351,7 +365,7 @@ class ScriptSteps:
     def _look_at_calls(self, step: _Step) -> None:
         """Read what a step sends, at most once a minute: reading the recorder takes as long as two steps."""
         calls = read_calls()
-        self._sent_bytes = calls.sent_bytes(step.begun_at, step.ended_at, self._world_size)
+        self._sent_bytes = calls.sent_bytes(step.begun_at, step.ended_at)
         self._look_at = time.monotonic() + _LOOK_SECONDS
 
     def _record(self, step: _Step) -> StepRecord:
@@ -378,10 +392,8 @@ class ScriptSteps:
 
     def _seconds_by_label(self, step: _Step) -> defaultdict[str, float]:
         """Return the seconds of each label; waits for collectives and saves count for themselves."""
-        seconds: defaultdict[str, float] = defaultdict(float)
-        marks: list[Any] = [step.begin, *(mark for _, mark in step.spans)]
-        for (label, _), span in zip(step.spans, self._clock.spans(marks), strict=True):
-            seconds[label] += span
+        self._read_spans(step)
+        seconds = step.known
         for names, inside in step.inside.items():
             label, _, around = names.partition(" in ")
             if label == "sync" and around == "evaluation":
@@ -389,9 +401,14 @@ class ScriptSteps:
             taken = min(inside, seconds[around]) if self._is_host or label == "saving" else 0.0
             seconds[around] -= taken
             seconds[label] += taken
-        for label, more in step.after.items():
-            seconds[label] += more
         return seconds
+
+    def _read_spans(self, step: _Step) -> None:
+        """Add the spans of a step to what is known of it."""
+        marks: list[Any] = [step.begin, *(mark for _, mark in step.spans)]
+        for (label, _), span in zip(step.spans, self._clock.spans(marks), strict=True):
+            step.known[label] += span
+        step.begin, step.spans = marks[-1], []
 
 
 def _tensors(found: object, depth: int = 0) -> list[Tensor]:
@@ -400,18 +417,24 @@ def _tensors(found: object, depth: int = 0) -> list[Tensor]:
         return [found]
     if depth == _MOST_DEPTH:
         return []
-    inner = list(found.values()) if isinstance(found, dict) else found if isinstance(found, list | tuple) else ()
-    for each in inner:
+    for each in _items(found):
         if tensors := _tensors(each, depth + 1):
             return tensors
     return []
 
 
+def _items(found: object) -> Iterable[object]:
+    """Return what a container holds, without a call of the script's own code, which might draw or compute it."""
+    if isinstance(found, UserDict):  # as transformers' batches are
+        found = vars(found).get("data")
+    if isinstance(found, dict):
+        return dict.values(found)
+    if isinstance(found, list):
+        return list.__iter__(found)
+    return tuple.__iter__(found) if isinstance(found, tuple) else ()
+
+
 def _num_samples(batch: object) -> int:
     """Return the samples of a batch: the first dimension of its first tensor; 0 if that is unknown."""
-    try:
-        values = dict(batch) if hasattr(batch, "keys") and not isinstance(batch, dict) else batch  # type: ignore[call-overload]
-        first = _tensors(values)
-        return len(first[0]) if first and first[0].dim() else 0
-    except Exception:  # a class of the script's own
-        return 0
+    first = _tensors(batch)
+    return first[0].shape[0] if first and first[0].dim() else 0

@@ -281,7 +281,7 @@ class SlowThreads(Event):
 
 @dataclass(frozen=True, kw_only=True)
 class OperationsCounted(Event):
-    """Count of the operations that a step calls, and the time of the smallest."""
+    """Count of the operations that a backward calls, and the time of the smallest."""
 
     operations: Count
     least_seconds: Number

@@ -50,7 +50,7 @@ class StepRecord(NamedTuple):
     """Data indices that this rank used, in order, with `--record-samples`; None without. Of ranks that compute the same
     samples, the first has the indices and the others an empty list."""
     measured: dict[Text, Number] | None = None
-    """Measurements specific to the strategy: staleness, bubble fraction, compression error, ..."""
+    """Further measurements: a strategy's (staleness, bubble fraction, compression error, ...), or a script's."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -63,6 +63,34 @@ def copy_gradient_hooks(source: Tensor, target: Tensor) -> None:
 _ones: dict[torch.dtype, Tensor] = {}
 
 
+class BackwardObserver(Protocol):
+    """Observer of `run_backward`."""
+
+    @property
+    def is_over(self) -> bool:
+        """Return whether it has seen enough: it is no longer called then."""
+
+    def begin(self) -> None:
+        """Observe the begin of a backward."""
+
+    def end(self) -> None:
+        """Observe its end."""
+
+
+_observer: BackwardObserver | None = None
+
+
+@contextmanager
+def observed_backwards(observer: BackwardObserver) -> Iterator[None]:
+    """Let an observer see the backwards of this process in the context."""
+    global _observer
+    _observer = observer
+    try:
+        yield
+    finally:
+        _observer = None
+
+
 def run_backward(loss: Tensor, *others: tuple[Tensor, Tensor]) -> None:
     """Accumulate gradients from a scalar loss, and from other tensors with given gradients, in one backward.
 
@@ -74,6 +102,21 @@ def run_backward(loss: Tensor, *others: tuple[Tensor, Tensor]) -> None:
         loss: Scalar; its gradient is one.
         others: Tensors and their gradients.
     """
+    global _observer
+    observer = _observer
+    if observer is None:
+        _run_backward(loss, *others)
+        return
+    observer.begin()
+    try:
+        _run_backward(loss, *others)
+    finally:
+        observer.end()
+    if observer.is_over:
+        _observer = None
+
+
+def _run_backward(loss: Tensor, *others: tuple[Tensor, Tensor]) -> None:
     tensors, gradients = zip(*others, strict=True) if others else ((), ())
     if loss.device.type != "cpu":
         torch.autograd.backward((loss, *tensors), (None, *gradients))

@@ -12,23 +12,22 @@ class OperationCount:
     """Count of the operations of this process between `begin` and `end`; those that one calls itself are part of it."""
 
     def __init__(self) -> None:
-        self._is_on = False
+        self.is_on = False
+        """True between `begin` and `end`; False if something else profiled this process."""
 
     def begin(self) -> None:
         """Begin to count, unless something else profiles this process."""
-        if autograd._profiler_enabled() or self._is_on:
+        if autograd._profiler_enabled() or self.is_on:
             return
         kinds = autograd.ProfilerState
         extra = torch._C._profiler._ExperimentalConfig()
         config = autograd.ProfilerConfig(kinds.CPU, False, False, False, False, False, extra)
         autograd._enable_profiler_legacy(config)
-        self._is_on = True
+        self.is_on = True
 
-    def end(self) -> int | None:
-        """Return the number of operations; None if none were counted."""
-        if not self._is_on:
-            return None
-        self._is_on = False
+    def end(self) -> int:
+        """Return the number of operations since `begin`."""
+        self.is_on = False
         return sum(map(_outermost, autograd._disable_profiler_legacy()))
 
 

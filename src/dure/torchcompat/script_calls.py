@@ -1,6 +1,7 @@
 """Calls that a script makes of torch, observed from outside; they return what they would without it (private in torch).
 
-Each observer receives what it needs to time a call, and an error in it is an error of the call: observers never raise.
+Observers never raise. A function that is replaced is replaced wherever its module and name say that it is, so that it
+can still be pickled; while the compiler traces one, it sees the original alone.
 """
 
 import functools
@@ -13,13 +14,39 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+Begin = Callable[[Any], None]
+"""Observer that is called before a call, with its first argument."""
+End = Callable[[], None]
+"""Observer that is called after a call, also one that raised."""
 
-def observe_fetches(begin: Callable[[], None], end: Callable[[object, object], None]) -> None:
+
+def _observed(function: Callable[..., Any], begin: Begin, end: End) -> Callable[..., Any]:
+    @functools.wraps(function)
+    def observed(*args: Any, **settings: Any) -> Any:
+        if torch.compiler.is_compiling():
+            return function(*args, **settings)
+        begin(args[0] if args else next(iter(settings.values()), None))
+        try:
+            return function(*args, **settings)
+        finally:
+            end()
+
+    return observed
+
+
+def _observe(owners: tuple[Any, ...], name: str, begin: Begin, end: End = lambda: None) -> None:
+    """Replace a function in its owners by one that is observed."""
+    observed = _observed(getattr(owners[0], name), begin, end)
+    for owner in owners:
+        setattr(owner, name, observed)
+
+
+def observe_fetches(begin: Callable[[], None], end: Callable[[object, object, bool], None]) -> None:
     """Observe every fetch of a batch from a `DataLoader`.
 
     Args:
         begin: Called before a fetch.
-        end: Called after it with the iterator and the batch; with None for the batch if there is none left.
+        end: Called after it with the iterator, the batch, and whether there was one.
     """
     kind = importlib.import_module("torch.utils.data.dataloader")._BaseDataLoaderIter
     fetch = kind.__next__
@@ -27,11 +54,12 @@ def observe_fetches(begin: Callable[[], None], end: Callable[[object, object], N
     @functools.wraps(fetch)
     def observed(self: Any) -> Any:
         begin()
-        batch = None
+        batch, is_there = None, False
         try:
             batch = fetch(self)
+            is_there = True
         finally:
-            end(self, batch)
+            end(self, batch, is_there)
         return batch
 
     kind.__next__ = observed
@@ -42,50 +70,34 @@ def num_workers_of(iterator: Any) -> int:
     return int(getattr(iterator, "_num_workers", 0))
 
 
-def observe_backwards(begin: Callable[[object], None], end: Callable[[], None]) -> None:
-    """Observe every backward, also those within one.
-
-    Args:
-        begin: Called before it with the tensor, or the tensors, from which it starts.
-        end: Called after it.
-    """
-    backward = torch.autograd.backward
-
-    @functools.wraps(backward)
-    def observed(tensors: Any, *args: Any, **settings: Any) -> None:
-        begin(tensors)
-        try:
-            backward(tensors, *args, **settings)
-        finally:
-            end()
-
-    torch.autograd.backward = observed
+def observe_backwards(begin: Begin, end: End) -> None:
+    """Observe every backward, also those within one; `begin` gets the tensor, or the tensors, from which it starts."""
+    _observe((torch.autograd,), "backward", begin, end)
 
 
-def observe_waits(begin: Callable[[], None], end: Callable[[], None]) -> None:
-    """Observe every wait for a collective of which Python knows; those that `DistributedDataParallel` starts are not.
-
-    Args:
-        begin: Called before a wait.
-        end: Called after it.
-    """
-    if not dist.is_available():
-        return
-    kind: Any = dist.Work
-    wait = kind.wait
-
-    @functools.wraps(wait)
-    def observed(self: Any, *args: Any, **settings: Any) -> Any:
-        begin()
-        try:
-            return wait(self, *args, **settings)
-        finally:
-            end()
-
-    kind.wait = observed
+def observe_derivatives(begin: Begin, end: End) -> None:
+    """Observe every `torch.autograd.grad`."""
+    _observe((torch.autograd,), "grad", begin, end)
 
 
-def observe_replicas(created: Callable[[Any], None]) -> None:
+def observe_waits(begin: Begin, end: End) -> None:
+    """Observe every wait for a collective, except those that `DistributedDataParallel` starts in C++."""
+    if dist.is_available():
+        _observe((dist.Work,), "wait", begin, end)
+
+
+def observe_saves(begin: Begin, end: End) -> None:
+    """Observe every `torch.save`."""
+    _observe((torch, torch.serialization), "save", begin, end)
+
+
+def observe_group_ends(begin: Begin) -> None:
+    """Call a function before process groups are destroyed, and their records with them."""
+    if dist.is_available():
+        _observe((dist, dist.distributed_c10d), "destroy_process_group", begin)
+
+
+def observe_replicas(created: Begin) -> None:
     """Call a function with every `DistributedDataParallel` after it was created."""
     if not dist.is_available():
         return
@@ -154,38 +166,3 @@ class ReplicaClock:
             bucket_cap_bytes=int(found.get("bucket_cap_bytes", 0)),
             unused_bytes=int(found.get("unused_parameter_size", 0)) if found.get("find_unused_parameters") else None,
         )
-
-
-def observe_group_ends(begin: Callable[[], None]) -> None:
-    """Call a function before process groups are destroyed, and their records with them."""
-    if not dist.is_available():
-        return
-    destroy = dist.destroy_process_group
-
-    @functools.wraps(destroy)
-    def observed(*args: Any, **settings: Any) -> None:
-        begin()
-        destroy(*args, **settings)
-
-    dist.destroy_process_group = observed
-    dist.distributed_c10d.destroy_process_group = observed
-
-
-def observe_saves(begin: Callable[[], None], end: Callable[[], None]) -> None:
-    """Observe every `torch.save`.
-
-    Args:
-        begin: Called before it.
-        end: Called after it.
-    """
-    save = torch.save
-
-    @functools.wraps(save)
-    def observed(*args: Any, **settings: Any) -> None:
-        begin()
-        try:
-            save(*args, **settings)
-        finally:
-            end()
-
-    torch.save = observed

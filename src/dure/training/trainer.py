@@ -9,7 +9,7 @@ from typing import TypeVar
 from dure.errors import GroupShrank, LossNotFinite, ReplicasDiverged
 from dure.host.devices import count_cores
 from dure.host.thread_check import slowdown_of_threads
-from dure.measure.operations import StepOperations
+from dure.measure.operations import BackwardOperations
 from dure.records import events
 from dure.records.full_disk import SPACE_WAIT
 from dure.records.run_dir import RunDir
@@ -18,6 +18,7 @@ from dure.records.step_writer import RecordWriter
 from dure.strategies.contract.abilities import lost_shares
 from dure.strategies.contract.step_facts import LostShare, Requests
 from dure.terminal import one_line
+from dure.torchcompat.gradients import observed_backwards
 from dure.training.best_metric import Best
 from dure.training.first_steps.in_one_process import OneProcessSteps
 from dure.training.first_steps.values import NUM_STEPS
@@ -72,8 +73,7 @@ class Trainer:
         self.stop = stop
         self.current_step = current_step
         self.current_phase = current_phase
-        self.begin_step = begin_step or (lambda step: None)
-        self.operations = StepOperations(self._note_operations)
+        self.begin_step = begin_step
         self.one_process_steps = one_process_steps or OneProcessSteps()
         self.is_restart = session.place.round > 0
         self.position = Progression()
@@ -158,13 +158,15 @@ class Trainer:
                 requested=self._requests,
                 record_samples=spec.record_samples,
                 skips_nonfinite=spec.on_nonfinite == "skip",
-                begin_step=self._begin_step,
+                begin_step=self.begin_step,
                 before_change=self._before_change,
             )
             self.microbatch_under_way = self.loop.microbatch_under_way
             for model in session.strategy.evaluation_models():
                 model.train()
             self.last_evaluation_time = time.time()
+            if self.is_first:
+                resources.enter_context(observed_backwards(BackwardOperations(self._note_operations)))
             try:
                 return self._steps()
             except LossNotFinite:
@@ -179,11 +181,6 @@ class Trainer:
             self._together(lambda: self.checkpointer.save(None, is_last=True))
         self._event(events.Interrupted(signal=signal))
         return "interrupted"
-
-    def _begin_step(self, step: int) -> None:
-        if self.is_first:
-            self.operations.begin_step(step - self.begun_at[1])
-        self.begin_step(step)
 
     def _note_operations(self, operations: int, least_seconds: float) -> None:
         self._event(events.OperationsCounted(operations=operations, least_seconds=least_seconds))
@@ -206,8 +203,6 @@ class Trainer:
         for boundary in self.loop.boundaries(position.samples_seen, session.total_samples, position.step):
             before = position.samples_seen
             self.changes.after_step()
-            if self.operations.end_step(boundary.step - self.begun_at[1]):
-                self.loop.restart_clock()
             position.samples_seen, position.step = boundary.batch.samples_seen, boundary.step
             self.current_step(boundary.step)
             requests = self._note(boundary.outcomes)

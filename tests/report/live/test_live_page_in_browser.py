@@ -1,6 +1,5 @@
 """Live page of a run in a real browser: it grows with the run, comes back after a break, and breaks no rule."""
 
-import shutil
 import time
 
 import pytest
@@ -8,9 +7,9 @@ import pytest
 from dure.doctor.findings import diagnose
 from dure.records.events import Evaluated, Warned
 from dure.records.step_record import Metric
+from tests.report.conftest import IN_BROWSER
 from tests.report.live.watched_runs import append, going_on, new_run, start, watched
 
-CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 HOSTILE = "</script><img src=x onerror=\"document.title = 'taken'\"><script>document.title = 'taken'</script>"
 SETUP = """
 window.losses = () => {
@@ -26,21 +25,7 @@ window.isSettled = (num) =>
 """
 PATIENCE_SECONDS = 30.0
 
-pytestmark = [
-    pytest.mark.browser,
-    pytest.mark.skipif(CHROMIUM is None, reason="needs Chromium (apt-get install chromium)"),
-]
-
-
-@pytest.fixture(scope="module")
-def browser():
-    playwright = pytest.importorskip("playwright.sync_api", reason="needs pip install 'dure[browser]'")
-    with playwright.sync_playwright() as started:
-        opened = started.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
-        with opened.new_context() as first:
-            first.new_page().goto("data:text/html,<canvas>")  # Chromium starts its processes when they are needed
-        yield opened
-        opened.close()
+pytestmark = IN_BROWSER
 
 
 @pytest.fixture

@@ -10,16 +10,14 @@ import psutil
 import pytest
 
 from dure.errors import Misuse
-from dure.records.events import Evaluated, UnknownEvent, Warned
-from dure.records.finding import Finding
+from dure.records.events import Evaluated
 from dure.records.step_record import Metric
 from dure.report.live.examination import Examination
 from dure.report.live.live_run import LiveRun
+from tests.report.hostile import add_hostile_records
 from tests.report.live.watched_runs import append, going_on, new_run, start, watched
 
 pytest.importorskip("bokeh", reason="draws and serves the page: pip install 'dure[report]'")
-
-HOSTILE = "</script><script>alert(1)</script><img src=x onerror=alert(1)>\x1b]0;title\x07"
 
 
 @pytest.fixture
@@ -206,12 +204,7 @@ def test_page_when_records_are_not_understood_then_that_is_said_once_and_it_foll
 
 
 def test_texts_when_they_are_hostile_then_no_message_has_them_as_html(run):
-    run.append_event(Warned(message=HOSTILE))
-    run.append_event(UnknownEvent(name=HOSTILE, fields={HOSTILE: HOSTILE}))
-    metrics = {HOSTILE: Metric(value=1.0, count=1), "$$x$$": Metric(value=float("nan"), count=1)}
-    at = {"step": 1, "samples_seen": 64, "epochs": 0.5, "train_loss": None, "seconds": 0.1, "seconds_since_last": 0.1}
-    run.append_event(Evaluated(metrics=metrics, is_best=True, best_metric=HOSTILE, **at))
-    hostile = Finding(id="x", severity="error", what=HOSTILE, evidence=(HOSTILE,), cause=HOSTILE, remedy=HOSTILE)
+    hostile = add_hostile_records(run)
     with watched(run, [hostile]) as server:
         whole = {"parts": {"findings": "being examined"}}
         while "being examined" in whole["parts"]["findings"]:

@@ -56,5 +56,9 @@ def record_steps(folder: Path, job: ScriptJob, place: Place) -> Callable[[], Non
         print_status(f"dure: rank {rank.rank} records no steps: {one_line(error)}")
         return lambda: None
     steps = ScriptSteps(writer, rank.world_size, tell, count)
-    steps.install()
+    try:
+        steps.install()
+    except Exception as error:  # another torch may lack what is observed
+        steps.stop()
+        print_status(f"dure: rank {rank.rank} records no steps: {one_line(error)}")
     return steps.close

@@ -9,6 +9,9 @@ from torch.optim import Optimizer
 
 from dure.strategies.state.batchnorm import SyncBatchNorm
 
+WHOLE = "all"
+"""Name of the part that is the whole state."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class ReplicaState:
@@ -72,4 +75,4 @@ class _Trained(Protocol):
 
 def whole_replica(strategy: _Trained) -> ReplicaState:
     """Return the whole state, for strategies under which every rank has all of it."""
-    return replica_state("all", strategy.model.named_parameters(), strategy.optimizer, strategy.model)
+    return replica_state(WHOLE, strategy.model.named_parameters(), strategy.optimizer, strategy.model)

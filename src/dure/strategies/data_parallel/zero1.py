@@ -15,7 +15,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from dure.errors import TaskInvalid
-from dure.strategies.contract.replica_state import ReplicaState, replica_state
+from dure.strategies.contract.replica_state import WHOLE, ReplicaState, replica_state
 from dure.strategies.contract.weight_rules import WeightRules
 from dure.strategies.data_parallel.ddp import DDP
 from dure.strategies.division.optimizer_trial import reason_not_to_divide
@@ -114,7 +114,7 @@ class ZeRO1(DDP):
 
     def replica(self) -> ReplicaState:
         """Return the weights, which every rank has; optimiser state is on one rank only."""
-        return replica_state("all", self.model.named_parameters(), model=self.model)
+        return replica_state(WHOLE, self.model.named_parameters(), model=self.model)
 
     def sent_bytes(self, num_microsteps: int) -> int:
         """Return the bytes of the gradients' all-reduce, and of this rank's parameters to every other rank."""

@@ -64,7 +64,7 @@ def memory_digest(tensors: Iterable[Tensor]) -> int:
     for tensor in tensors:
         if tensor.device.type != "cpu" or tensor.layout is not torch.strided:
             return 0
-        data = tensor.contiguous()
+        data = tensor.detach().resolve_conj().resolve_neg().contiguous()
         if data.nbytes:
             digest.update((ctypes.c_char * data.nbytes).from_address(data.data_ptr()))
     return digest.intdigest() or 1

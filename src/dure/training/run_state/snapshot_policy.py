@@ -13,6 +13,7 @@ import psutil
 from torch import Tensor
 
 from dure.host.device_kinds import copies_beside
+from dure.strategies.contract.replica_state import WHOLE as WHOLE_REPLICA
 from dure.strategies.contract.replica_state import replica_of
 from dure.strategies.state.checksum import checksum, memory_digest
 from dure.training.checkpoints.reader import Checkpoint, checkpoint_of
@@ -286,8 +287,9 @@ class MemorySaver:
         """
         group, is_same = self.session.group, True
         replica = replica_of(self.session.strategy) if self._has_replicas else None
+        # of other ranks than those that wrote it, a rank's part may be another one, unless it is the whole
         is_own = self._survey is None or self._survey.is_everybodys(found)
-        if replica is not None and is_own:
+        if replica is not None and (is_own or replica.part == WHOLE_REPLICA):
             round_number = None if self._survey is None else found.round
             then = replica_digest(self._own_descriptor, found.position, round_number)
             is_same = then in (0, memory_digest(replica.tensors.values()))

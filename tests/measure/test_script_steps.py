@@ -1,4 +1,4 @@
-"""Scripts of odd structure under `dure run --record`: they run as without it, and their steps are those that they take."""
+"""Scripts of odd structure under `dure run --record`: they run as without it, and have the steps that they take."""
 
 import json
 from collections import UserDict

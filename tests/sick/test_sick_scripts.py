@@ -18,7 +18,7 @@ SICK = {
     "straggler": "--late 0.03 --computing 0.01",
     "straggler (first rank)": "--late 0.03 --computing 0.01 --late-rank 0",
     "too_small_to_distribute": "--computing 0 --metrics 10 --steps 150",
-    "communication_bound": "--ballast 8000000 --computing 0.01 --steps 30",
+    "communication_bound": "--ballast 8000000 --computing 0.035 --steps 30",
     "bucket_size": "--layers 40 --width 128 --bucket-mb 0.01 --computing 0.03 --steps 60",
     "needless_unused_parameter_search": "--search",
     "uneven_shares": "--batch 4 12 --computing 0.02",

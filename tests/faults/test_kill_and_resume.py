@@ -77,9 +77,12 @@ def undisturbed(
 
 
 def kill_everything(command: Command, run: RunFiles, moment: random.Random) -> bool:
-    """Kill the whole session at a random moment after training began; return whether it was still alive."""
+    """Kill the whole session at a random moment after its start; return whether it was still alive.
+
+    Before `spec.json` is written there is no run to resume, and a slow disk delays it.
+    """
     started = len(run.events("attempt"))
-    command.wait_for(lambda: len(run.events("attempt")) > started or run.events("training"), "an attempt")
+    command.wait_for(lambda: len(run.events("attempt")) > started and (run.path / "spec.json").is_file(), "an attempt")
     time.sleep(moment.uniform(0.1, 0.5))
     if command.code is None:
         command.send_to_all(signal.SIGKILL)

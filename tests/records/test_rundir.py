@@ -8,6 +8,7 @@ import resource
 import signal
 import time
 from collections.abc import Iterator
+from contextlib import nullcontext
 from datetime import datetime
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -16,7 +17,7 @@ import pytest
 
 from dure.errors import DiskFull, RunInvalid
 from dure.records.events import Attempt, Warned
-from dure.records.run_dir import RunDir, check_name, default_name
+from dure.records.run_dir import SPEC, RunDir, check_name, default_name
 from dure.records.run_list import list_runs
 from dure.spec import resolve
 from dure.strategies.table import STRATEGIES
@@ -53,6 +54,42 @@ def test_create_when_new_then_has_its_folders(tmp_path: Path) -> None:
 def test_create_when_the_name_is_taken_then_is_refused_with_both_cures(run: RunDir) -> None:
     with pytest.raises(RunInvalid, match=r"exists already: choose another --name, or continue .*--resume"):
         RunDir.create(run.path.parent, "x")
+
+
+def killed_start(runs: Path) -> RunDir:
+    """Create what a start leaves behind that is killed between the lock and the spec."""
+    run = RunDir.create(runs, "x")
+    with run.lock():
+        (run.path / f".{SPEC}.123.tmp").write_text("{")
+    return run
+
+
+def test_open_when_its_start_was_killed_before_the_spec_then_says_to_start_again(tmp_path: Path) -> None:
+    with pytest.raises(RunInvalid, match=r"no run yet: its start ended before spec\.json was written; start it again"):
+        RunDir.open(killed_start(tmp_path).path)
+
+
+def test_create_when_its_start_was_killed_before_the_spec_then_replaces_it(tmp_path: Path) -> None:
+    killed_start(tmp_path)
+    run = RunDir.create(tmp_path, "x")
+    assert sorted(path.name for path in run.path.iterdir()) == ["checkpoints", "logs"]
+
+
+@pytest.mark.parametrize("reason", ["is starting", "has a log", "has a file", "was trained", "is of another host"])
+def test_create_when_the_folder_may_hold_something_then_is_refused(tmp_path: Path, reason: str) -> None:
+    run = killed_start(tmp_path)
+    with run.lock() if reason == "is starting" else nullcontext():
+        if reason == "has a log":
+            run.log_path(0).write_text("x")
+        elif reason == "has a file":
+            (run.path / "mine.txt").write_text("x")
+        elif reason == "was trained":
+            run.append_event(Warned(message="x"))
+        elif reason == "is of another host":
+            run.append_event(Attempt(pid=1, host="another"))
+        with pytest.raises(RunInvalid, match="exists already"):
+            RunDir.create(tmp_path, "x")
+    assert (run.path / "events.jsonl").is_file()
 
 
 def test_create_when_numbered_then_default_names_of_one_second_differ(tmp_path: Path) -> None:

@@ -68,6 +68,8 @@ class RunDir:
     ) -> "RunDir":
         """Create the folder of a new run, with `logs/` and `checkpoints/`.
 
+        A folder of that name that a start left behind, because it was killed before it wrote the spec, is replaced.
+
         Args:
             runs_dir: Folder of the runs, created if missing.
             name: Name of the run and its folder.
@@ -86,6 +88,7 @@ class RunDir:
         for number in range(1, 1000 if or_numbered else 2):
             path = runs_dir / (name if number == 1 else f"{name[:59]}-{number}")
             with contextlib.suppress(FileExistsError), os_errors_as_sentences(path, "made"):
+                _remove_if_left_by_killed_start(path)
                 path.mkdir(mode=SHARED if is_shared else PRIVATE)
                 make_folder(path / "logs")
                 if not for_script:
@@ -122,6 +125,10 @@ class RunDir:
         if is_script:
             raise RunInvalid(f"{path} is the run of a script (`dure run`), which only the script itself can go on with")
         if not (path / SPEC).is_file():
+            if (path / LOCK).is_file() and (path / EVENTS).is_file():
+                raise RunInvalid(
+                    f"{path} is no run yet: its start ended before {SPEC} was written; start it again as the first time"
+                )
             raise RunInvalid(
                 f"{path} is a folder that is no run (it has no {SPEC}): `dure runs` shows the runs in ./runs"
             )
@@ -481,6 +488,26 @@ def _step_of(path: Path, line: Mapping[str, Any]) -> StepRecord:
         return step_from_json(line)
     except DocumentInvalid as error:
         raise _damaged(path, error) from None
+
+
+def _remove_if_left_by_killed_start(path: Path) -> None:
+    """Remove a folder that is no run yet and will not become one: it holds no more than what a start writes first."""
+    try:
+        with open(path / LOCK, "rb", opener=not_waiting) as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # held to the end: a start may be about to take it
+            if _is_left_by_killed_start(RunDir(path)):
+                shutil.rmtree(path)
+    except OSError:
+        return  # there is none, it is in use, or it belongs to another user: `mkdir` tells
+
+
+def _is_left_by_killed_start(run: RunDir) -> bool:
+    written = {entry.name for entry in run.path.iterdir() if not entry.name.startswith(f".{SPEC}.")}
+    folders = [run.path / name for name in ("logs", "checkpoints") if name in written]
+    if written - {LOCK, EVENTS, "logs", "checkpoints"} or any(any(folder.iterdir()) for folder in folders):
+        return False
+    # the locks of other hosts cannot be seen on every shared file system
+    return all(isinstance(event, Attempt) and event.host == platform.node() for event in run.events())
 
 
 def _newline_after_torn_line(descriptor: int) -> str:

@@ -5,6 +5,7 @@ from collections import deque
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -96,6 +97,96 @@ def test_numbers_and_queues_when_each_read_changes_them_then_they_are_named_and_
     assert DataState(Subset(counting, [1, 0])).changed_by_reading(read) == ["data.dataset.reads", "data.dataset.last"]
     assert (counting.reads, list(counting.last)) == (0, [-1])
     assert DataState(Cached(1.0)).changed_by_reading(read) == []
+
+
+def running_mean(samples: Any, x: Tensor) -> Tensor:
+    samples.seen.append(float(x.mean()))
+    return x - sum(samples.seen) / len(samples.seen)
+
+
+def mean_in_an_array(samples: Any, x: Tensor) -> Tensor:
+    samples.mean *= 0.9
+    samples.mean += 0.1 * float(x.mean())
+    return x - float(samples.mean[0])
+
+
+def mean_in_a_tensor(samples: Any, x: Tensor) -> Tensor:
+    samples.average.lerp_(x.mean(), 0.1)
+    return x - samples.average
+
+
+def pasted_at_random(samples: Any, x: Tensor) -> Tensor:
+    if samples.seen and torch.rand(()) < 0.7:
+        x = x + samples.seen[-1]
+    samples.seen.append(float(x.mean()))
+    return x
+
+
+def pasted_in_an_object(samples: Any, x: Tensor) -> Tensor:
+    return pasted_at_random(samples.transform, x)
+
+
+def cached(samples: Any, x: Tensor) -> Tensor:
+    return samples.cache.setdefault(float(x[0]), x + 1)
+
+
+class Transform:
+    """Transform with state of its own."""
+
+    def __init__(self) -> None:
+        self.seen: list[float] = []
+
+
+class WithHistory(Samples):
+    """Samples with places for what reading remembers."""
+
+    def __init__(self, change: Any) -> None:
+        super().__init__(*data())
+        self.change, self.seen, self.mean, self.average = change, [], np.zeros(1), torch.zeros((), dtype=torch.float64)
+        self.transform, self.cache = Transform(), {}
+
+    def __getitem__(self, index: int) -> Any:
+        x, y = super().__getitem__(index)
+        return self.change(self, x), y
+
+
+@pytest.mark.parametrize(
+    "change", [running_mean, mean_in_an_array, mean_in_a_tensor, pasted_at_random, pasted_in_an_object]
+)
+def test_samples_when_they_follow_from_those_read_before_then_that_is_found_and_they_are_not_read(change: Any) -> None:
+    samples = WithHistory(change)
+    assert DataState(Subset(samples, range(20))).follows_from_other_reads(read)
+    assert (samples.seen, samples.transform.seen, float(samples.mean[0]), float(samples.average)) == ([], [], 0.0, 0.0)
+
+
+def test_samples_when_reading_fills_a_cache_then_they_do_not_follow_from_it() -> None:
+    assert not DataState(WithHistory(cached)).follows_from_other_reads(read)
+    assert not DataState(Cached(1.0)).follows_from_other_reads(read)
+
+
+def test_data_set_when_it_closes_a_file_as_it_is_freed_then_no_copy_closes_it(tmp_path: Path) -> None:
+    class Open(Samples):
+        def __init__(self) -> None:
+            super().__init__(*data())
+            self.file = (tmp_path / "data").open("w+b")
+
+        def __del__(self) -> None:
+            self.file.close()
+
+    samples = Open()
+    state = DataState(samples)
+    assert not state.follows_from_other_reads(read)
+    assert not state.changed_by_reading(read)
+    assert not state.keeps_random_values(read)
+    del state
+    assert not samples.file.closed
+
+
+class PastesLast(ZooTask):
+    """Pastes what was read before into each sample."""
+
+    def train_data(self) -> Dataset[Any]:
+        return WithHistory(pasted_at_random)
 
 
 class CountsReads(ZooTask):
@@ -222,3 +313,9 @@ def test_run_when_its_data_have_state_then_that_is_declared(task: type[ZooTask],
     declared = json.loads((run / "summary.json").read_text())["not_preserved"]
     assert [text for text in declared if said and text.startswith(said)] == declared
     assert bool(declared) == (said is not None)
+
+
+def test_run_when_samples_follow_from_those_read_before_then_that_is_declared(tmp_path: Path) -> None:
+    run = train_case(tmp_path, PastesLast(), "ddp", 2, **STEPS)
+    declared = json.loads((run / "summary.json").read_text())["not_preserved"]
+    assert any(text.startswith("data: a sample follows from the samples that were read before it") for text in declared)

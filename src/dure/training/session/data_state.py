@@ -2,19 +2,27 @@
 
 import copy
 import time
+from array import array
 from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
-from torch import Tensor
+import numpy as np
+import torch
+from torch import Tensor, nn
 from torch.utils.data import Dataset
 
 from dure.strategies.state.data_tensors import LEVELS, tensors_of
 from dure.training.task.digests import digest
 
 _MOST_SECONDS = 0.2
-"""Seconds of one sample beyond which no further one is read."""
+"""Seconds after which no further sample is read."""
+_NUM_OTHERS, _NUM_DRAWS = 8, 4
+"""Numbers of other samples that are read before one, and of the epochs for which that one is read."""
+_NUM_COPIES = 7
+_COPYING = ("__reduce__", "__reduce_ex__", "__getstate__")
+_MOST_COPIED_BYTES, _MOST_COPIED_ITEMS = 1 << 16, 256
 
 
 class DataState:
@@ -31,20 +39,19 @@ class DataState:
         self._eval_data = eval_data
         self._unread: tuple[Any, ...] = ()
         with suppress(Exception):  # it may be of a class that cannot be copied
-            self._unread = copied(data), copied(data), copied(data), copied(data)
+            self._unread = tuple(copied(data) for _ in range(_NUM_COPIES))
         self._left_out: set[str] = set()
         self._first: dict[str, tuple[Tensor, int]] = {}
         self.record()
 
     def keeps_random_values(self, read: Callable[[Any, int, int], Any]) -> bool:
-        """Return whether a sample keeps the random values drawn at its first read; called once.
+        """Return whether a sample keeps the random values drawn at its first read.
 
         Args:
             read: Returns a sample of a data set, by its index and an epoch.
         """
-        copies, self._unread = self._unread, ()
         with suppress(Exception):  # training will raise it
-            read_one, unread, other, _ = copies
+            read_one, unread, other = self._take_copies(3)
             started = time.monotonic()
             read(read_one, 0, 0)
             if time.monotonic() - started < _MOST_SECONDS:
@@ -53,8 +60,29 @@ class DataState:
                 return kept != fresh == digest(read(other, 0, 1))
         return False
 
+    def follows_from_other_reads(self, read: Callable[[Any, int, int], Any]) -> bool:
+        """Return whether a sample is another one after reads of others, as with a running mean or a replay buffer.
+
+        Args:
+            read: As that of `keeps_random_values`.
+        """
+        with suppress(Exception):  # training will raise it
+            used, unread, other = self._take_copies(3)
+            deadline = time.monotonic() + _MOST_SECONDS
+            for index in range(1, min(len(used), 1 + _NUM_OTHERS)):
+                read(used, index, 0)
+                if time.monotonic() > deadline:
+                    break
+            for epoch in range(_NUM_DRAWS):
+                after_others, fresh = digest(read(used, 0, epoch)), digest(read(unread, 0, epoch))
+                if fresh != digest(read(other, 0, epoch)) or time.monotonic() > deadline:
+                    break
+                if after_others != fresh:
+                    return True
+        return False
+
     def changed_by_reading(self, read: Callable[[Any, int, int], Any]) -> list[str]:
-        """Return the paths of numbers and queues that change with each read of a sample; called first, and once.
+        """Return the paths of numbers and queues that change with each read of a sample.
 
         A container that reading fills is a cache: the samples in it would be read again.
 
@@ -63,7 +91,7 @@ class DataState:
         """
         if not self._unread:
             return []
-        data = self._unread[3]
+        (data,) = self._take_copies(1)
         numbers, queues = _values_of("data", data, int | float), _values_of("data", data, deque)
         before = {path: copy.copy(queue) for path, queue in queues.items()}
         with suppress(Exception):  # training will raise it
@@ -73,11 +101,12 @@ class DataState:
                     read(data, 0, 0)
         now = _values_of("data", data, int | float)
         found = [path for path, number in numbers.items() if repr(now.get(path, number)) != repr(number)]
-        found += [path for path, queue in queues.items() if [*map(id, queue)] != [*map(id, before[path])]]
-        for path, queue in queues.items():  # the copy shares them with the data set
-            queue.clear()
-            queue.extend(before[path])
-        return found
+        return found + [path for path, queue in queues.items() if [*map(id, queue)] != [*map(id, before[path])]]
+
+    def _take_copies(self, count: int) -> tuple[Any, ...]:
+        """Return copies that nobody has read; each is given once."""
+        taken, self._unread = self._unread[:count], self._unread[count:]
+        return taken
 
     def record(self) -> None:
         """Record the current tensors."""
@@ -113,12 +142,48 @@ def _values_of(path: str, data: object, kinds: Any, levels: int = LEVELS) -> dic
 
 
 def copied(data: Any, levels: int = LEVELS) -> Any:
-    """Return a copy of a data set with its own containers and data sets, but the same tensors and other objects."""
+    """Return a copy of a data set with its own state: small arrays and tensors, containers, and objects of Python.
+
+    What is large, made by a library, or ends something when it is freed, is shared with the data set.
+    """
+    if isinstance(data, Tensor):
+        is_small = data.layout == torch.strided and data.numel() * data.element_size() <= _MOST_COPIED_BYTES
+        return data.detach().clone() if is_small and not data.requires_grad else data
+    if isinstance(data, np.ndarray | array | bytearray | deque):
+        size = data.nbytes if isinstance(data, np.ndarray) else len(data)
+        return copy.copy(data) if size <= _MOST_COPIED_BYTES else data
     if isinstance(data, dict | list | set):
-        return copy.copy(data)
-    if not isinstance(data, Dataset) or not levels:
+        return _copied_container(data, levels)
+    if not levels or not _has_own_state(data):
         return data
     other = copy.copy(data)
     for name, item in vars(data).items():
         vars(other)[name] = copied(item, levels - 1)
     return other
+
+
+def _copied_container(data: Any, levels: int) -> Any:
+    other = copy.copy(data)
+    if not levels or len(data) > _MOST_COPIED_ITEMS or isinstance(data, set):
+        return other
+    for key, item in data.items() if isinstance(data, dict) else enumerate(data):
+        other[key] = copied(item, levels - 1)
+    return other
+
+
+def _has_own_state(data: Any) -> bool:
+    """Return whether an object is copied.
+
+    Raises:
+        TypeError: It is a data set that ends something when it is freed, such as an open file: a copy would end it.
+    """
+    cls = type(data)
+    ends_something = hasattr(cls, "__del__")
+    if isinstance(data, Dataset):
+        if ends_something:
+            raise TypeError(f"{cls.__name__} has __del__")
+        return True
+    if isinstance(data, type | nn.Module) or not hasattr(data, "__dict__") or ends_something:
+        return False
+    is_copied_as_usual = all(getattr(cls, name) is getattr(object, name) for name in _COPYING)
+    return is_copied_as_usual and not hasattr(cls, "__copy__")

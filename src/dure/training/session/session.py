@@ -218,6 +218,8 @@ def open_session(
 
     if read_counts := data_state.changed_by_reading(read_sample):
         notes.append(_CHANGED_BY_READING.format(few(read_counts)))
+    elif data_state.follows_from_other_reads(read_sample):
+        notes.append(_FOLLOWS_FROM_READS)
     if data_state.keeps_random_values(read_sample):
         notes.append(_KEPT_DRAWS)
     data_state.record()  # trials have put tensors back, which counts as a change
@@ -278,6 +280,10 @@ def _is_changed(tensor: Tensor, kept: object) -> bool:
 _CHANGED_BY_READING = (
     "state of the data set that changes with each read ({}): no checkpoint holds it, and each rank and each loader "
     "process has its own; a sample that follows from it is another one after a resume, and on other ranks"
+)
+_FOLLOWS_FROM_READS = (
+    "data: a sample follows from the samples that were read before it, of which each rank and each loader process has "
+    "its own, and a resume has none (compute it from its index alone)"
 )
 _KEPT_DRAWS = (
     "data: samples keep the random values that they had when they were first read, which other ranks, loader processes "

@@ -5,6 +5,7 @@ would lose them without an error. The backward of each function here is another 
 """
 
 import gc
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -17,6 +18,10 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from dure.errors import TaskInvalid
 from dure.torchcompat.modes import is_transforming
+
+_RELEASE_SECONDS = 2.0
+"""Seconds for which a value that something still holds may be held by a thread of gloo; on a loaded machine it takes a
+millisecond."""
 
 
 def storage_of(value: Any) -> Any:
@@ -47,6 +52,10 @@ def has_copies(value: Any) -> bool:
     storage = storage_of(value)
     if _copies_of(storage):
         gc.collect()  # what only cycles still hold, such as frames of an error, goes at another time on each rank
+    # threads of gloo hold the tensors of a collective for some time after the wait for it has ended
+    deadline = time.monotonic() + _RELEASE_SECONDS
+    while _copies_of(storage) and time.monotonic() < deadline:
+        time.sleep(0.001)
     return bool(_copies_of(storage))
 
 

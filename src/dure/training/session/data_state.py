@@ -104,7 +104,7 @@ class DataState:
         return found + [path for path, queue in queues.items() if [*map(id, queue)] != [*map(id, before[path])]]
 
     def _take_copies(self, count: int) -> tuple[Any, ...]:
-        """Return copies that nobody has read; each is given once."""
+        """Return copies in which nothing was read; each is given once."""
         taken, self._unread = self._unread[:count], self._unread[count:]
         return taken
 

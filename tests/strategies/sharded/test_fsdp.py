@@ -416,6 +416,23 @@ def test_autograd_function_that_gets_parameters_of_a_unit_is_refused(tmp_path):
     assert found.value.exit_code == 2
 
 
+class DecayOfKeptParameters(Regression):
+    """Loss with a penalty of parameters that `build_optimizer` kept, in training and in evaluations."""
+
+    def build_optimizer(self, model):
+        self.decayed = [parameter for parameter in model.parameters() if parameter.dim() > 1]
+        return super().build_optimizer(model)
+
+    def loss(self, model, batch):
+        return super().loss(model, batch) + 0.001 * sum(weight.pow(2).sum() for weight in self.decayed)
+
+
+def test_penalty_of_parameters_that_the_task_keeps_is_refused_with_evaluation_data_too(tmp_path):
+    with pytest.raises(WorkerFailed, match="used outside that unit's forward") as found:
+        train_case(tmp_path, DecayOfKeptParameters(), "fsdp", 2, global_batch_size=4, samples=8)
+    assert found.value.exit_code == 2
+
+
 def test_derivatives_of_derivatives_through_a_unit_are_refused(tmp_path):
     with pytest.raises(WorkerFailed, match=r"derivatives of derivatives .* use ddp") as found:
         train_case(tmp_path, GradientPenalty(), "fsdp", 2, units="0,2", **ZOO_STEPS)

@@ -96,11 +96,10 @@ def evaluate(
                 for model, device, (i, b) in places
             ]
             sums.extend(calls_on_devices.run(calls))
-    counted = sums[: strategy.share.num_counted(len(counts))]
-    plain = [
-        {name: (_number(s.total), check_count(name, _number(s.count))) for name, s in batch.items()}
-        for batch in counted
-    ]
+    # of all batches: reading a number that is divided over the ranks is a call of all of them
+    numbers = [{name: (_number(s.total), _number(s.count)) for name, s in batch.items()} for batch in sums]
+    counted = numbers[: strategy.share.num_counted(len(counts))]
+    plain = [{name: (total, check_count(name, count)) for name, (total, count) in batch.items()} for batch in counted]
     all_batches = [batch for rank in strategy.group.all_gather_json(plain) for batch in rank]
     metrics = _combined(all_batches)
     if strategy.group.rank == 0:

@@ -1,6 +1,7 @@
 """A run that is taken up again ends with the weights of the undisturbed one."""
 
 import functools
+import json
 import shutil
 from pathlib import Path
 
@@ -120,6 +121,30 @@ def test_a_run_may_grow_and_is_then_the_longer_run(tmp_path):
     resumed(short, epochs=3, strategy="single", nproc=1)
     whole = train_case(tmp_path, Unscheduled(), **SETTINGS)
     assert largest_difference(weights_of(short), weights_of(whole)) < TO_ROUNDING
+
+
+def declared_of(run: Path) -> list[str]:
+    return json.loads((run / "summary.json").read_text())["not_preserved"]
+
+
+@pytest.mark.parametrize(
+    ("samples", "task", "said"),
+    [
+        (44, "unscheduled", []),
+        (30, "unscheduled", ["batches: the run had an end at 30 samples, after a batch of 2; "]),
+        (44, "scheduled", ["learning rate: up to 44 samples that of a schedule over 44 samples, not over 132"]),
+    ],
+)
+def test_run_when_it_grows_then_what_its_first_end_changed_is_declared(samples, task, said, tmp_path):
+    settings = {**SETTINGS, "samples": samples}
+    del settings["epochs"]
+    short = train_case(tmp_path, Unscheduled() if task == "unscheduled" else Regression(), "single", 1, **settings)
+    assert not declared_of(short)
+    resumed(short, samples=None, epochs=3)
+    resumed(short)  # what was done stays declared
+    declared = declared_of(short)
+    assert len(declared) == len(said)
+    assert all(text.startswith(start) for text, start in zip(declared, said, strict=True))
 
 
 class Unscheduled(Regression):

@@ -30,6 +30,7 @@ from dure.training.rehearsal import asked_schedule, rehearse_evaluation
 from dure.training.run_state.capture import Progression
 from dure.training.run_state.checkpoint_policy import Checkpointer
 from dure.training.run_state.factor_check import FactorCheck
+from dure.training.run_state.new_length import differs_in_length
 from dure.training.run_state.replica_check import ReplicaCheck
 from dure.training.run_state.snapshot_policy import MemorySaver
 from dure.training.seeds import chosen_by_timing
@@ -148,6 +149,11 @@ class Trainer:
                 session.notes += rehearse_evaluation(session, self.best)
             if self._loaders_differ():  # those of an undisturbed run began before this state was set
                 session.notes.append(FOLLOWS_STATE)
+            if self.is_first:
+                seen, total = self.position.samples_seen, session.total_samples
+                session.notes += differs_in_length(
+                    self.run.events(), seen, total, session.order, has_schedule=schedule is not None
+                )
             self._print_start()
             self.loop = TrainingLoop(
                 session.strategy,

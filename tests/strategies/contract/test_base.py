@@ -113,6 +113,10 @@ def test_a_sum_is_divided_by_its_count_whatever_kind_of_number(count, recorded):
         (lambda model, batch: dure.Sum(3.0, 1), r"loss returned 3\.0"),
         (lambda model, batch: dure.Sum(model(batch).sum(), torch.ones(3)), r"a tensor of shape \(3,\) as count: give"),
         (lambda model, batch: dure.Sum(model(batch).sum(), None), "None as count: give one number"),
+        (
+            lambda model, batch: dure.Sum(model(batch).square().sum(), model(batch).exp().sum()),
+            r"a count that requires a gradient, .* return count.detach\(\)",
+        ),
         (lambda model, batch: (model(batch).mean(), {}), "return a scalar tensor"),
     ],
 )

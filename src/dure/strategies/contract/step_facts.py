@@ -163,8 +163,13 @@ def checked_count(value: object) -> "Tensor | int | float":
     """Return the value that a task gave as the count of a `Sum`.
 
     Raises:
-        TaskInvalid: It is not a number.
+        TaskInvalid: It is not a number, or one through which the mean would have to be differentiated too.
     """
+    if isinstance(value, Tensor) and value.requires_grad:
+        raise TaskInvalid(
+            "the task's loss returned dure.Sum with a count that requires a gradient, which only the total has: return "
+            "count.detach() if that is meant, or a count that does not follow from the weights"
+        )
     if isinstance(value, int | float) or (isinstance(value, Tensor) and value.dim() == 0):
         return value
     if isinstance(value, np.generic):

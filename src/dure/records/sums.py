@@ -22,7 +22,7 @@ class Sum:
 
     Args:
         total: Sum of the values: a scalar tensor (differentiable if it is a loss) or a number.
-        count: Number of items in the sum: samples, tokens, pixels, unmasked positions.
+        count: Number of items in the sum: samples, tokens, pixels, unmasked positions. It has no gradient.
     """
 
     total: "Tensor | float"

@@ -1,5 +1,6 @@
 """Inspection of a loss: every trait is found by trying, and nothing stays behind."""
 
+import functools
 import random
 import warnings
 import weakref
@@ -569,6 +570,34 @@ def test_teacher_that_begins_as_a_copy_of_the_weights_is_no_table():
 def test_state_after_which_the_loss_is_another_is_no_table():
     traits = traits_of(weighed_at_first)
     assert (traits.counted_state, traits.cached_state) == (("task.is_first",), ())
+
+
+class CachedOutputs:
+    """Task that computes the targets of its rows once, by the model as it is then."""
+
+    def __init__(self, only_frozen=False):
+        self.only_frozen = only_frozen
+
+        @functools.lru_cache(maxsize=1000)
+        def target(row):
+            layers = self.model[:1] if self.only_frozen else self.model
+            return layers(torch.tensor(row, dtype=torch.float64)).detach().mean()
+
+        self.target = target
+
+
+def distilled(model, x, task):
+    task.model = model
+    targets = torch.stack([task.target(tuple(row)) for row in x.tolist()])
+    return (model(x).mean(1) - targets - 1).square().mean()
+
+
+@pytest.mark.parametrize("only_frozen", [False, True])
+def test_values_that_a_cache_keeps_are_found_if_they_follow_from_trained_weights(only_frozen):
+    task = CachedOutputs(only_frozen)
+    traits = traits_of(distilled, nn.Linear(4, 4).requires_grad_(False), task=task)
+    assert traits.outer_state == (() if only_frozen else ("task.target",))
+    assert task.target.cache_info().currsize == 0
 
 
 def halved(model):

@@ -204,11 +204,11 @@ def summed_over_items(result: Any, num_samples: int) -> Any:
     return result.total if isinstance(result, Sum) else result * num_samples
 
 
-def perturb(model: nn.Module) -> None:
-    """Change all parameters slightly by random factors; called within a trial."""
+def perturb(model: nn.Module, *, only_trained: bool = False) -> None:
+    """Change all parameters slightly by random factors, or those that are trained; called within a trial."""
     with torch.no_grad():
         for parameter in model.parameters():
-            if parameter.is_floating_point():
+            if parameter.is_floating_point() and (parameter.requires_grad or not only_trained):
                 parameter.mul_(1 + 0.01 * torch.rand_like(parameter))
 
 

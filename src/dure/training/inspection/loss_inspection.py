@@ -451,13 +451,19 @@ class LossInspection:
             return False  # its value varies, and it fails irregularly
 
     def _remembered(self, places: range, others: range, first: Tried) -> Sequence[str]:
-        """Return the functions whose caches change the loss if they were filled by other samples."""
+        """Return the functions whose caches change the loss if they were filled by other samples, or earlier weights."""
         if not first.trial.filled:
             return ()
-        with Trial(self.calls.model, self.calls.objects, seed=0, watches_writes=False):
-            self.calls.tried(others, as_in_training=True, keeps_caches=True)
-            after = self.calls.tried(places, as_in_training=True)
-        return first.trial.filled if self._additivity.is_other(first.value, after.value) else ()
+        for filling, moves_weights in ((others, False), (places, True)):
+            with Trial(self.calls.model, self.calls.objects, seed=0, watches_writes=False):
+                with Trial(self.calls.model, self.calls.objects, seed=0, watches_writes=False, keeps_caches=True):
+                    if moves_weights:
+                        perturb(self.calls.model, only_trained=True)  # what frozen layers gave is no fault
+                    self.calls.tried(filling, as_in_training=True, keeps_caches=True)
+                after = self.calls.tried(places, as_in_training=True)
+            if self._additivity.is_other(first.value, after.value):
+                return first.trial.filled
+        return ()
 
     def _caches_among(self, paths: Sequence[str], places: range, others: range, first: Tried) -> Sequence[str]:
         """Return the state that no further call changes, if another first call has the same loss and gradients.

@@ -451,7 +451,7 @@ class LossInspection:
             return False  # its value varies, and it fails irregularly
 
     def _remembered(self, places: range, others: range, first: Tried) -> Sequence[str]:
-        """Return the functions whose caches change the loss if they were filled by other samples, or earlier weights."""
+        """Return the functions whose caches change the loss if filled by other samples or with earlier weights."""
         if not first.trial.filled:
             return ()
         for filling, moves_weights in ((others, False), (places, True)):

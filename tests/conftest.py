@@ -14,6 +14,7 @@ import pytest
 from tests.commands import Prewarmed
 from tests.durations import Durations
 from tests.leaks import clean_up, find_leaks, take_snapshot
+from tests.long_tests import listed
 from tests.parts import part, select
 from tests.turns import turn
 
@@ -56,6 +57,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if chosen := config.getoption("--part"):
         items[:], others = select(items, *chosen)
         config.hook.pytest_deselected(items=others)
+
+
+def pytest_itemcollected(item: pytest.Item) -> None:
+    """Mark a test that takes long as slow."""
+    if item.nodeid in listed():
+        item.add_marker(pytest.mark.slow)
 
 
 def pytest_collection_finish() -> None:

@@ -87,6 +87,10 @@ class ScriptSettings:
     role: str = "default"
     record: bool = False
     """True to record every step of every rank, as for a task."""
+    observer: tuple[str, str] | None = None
+    """Module that each rank lets observe the script, and what it is given; None for none."""
+    is_silent: bool = False
+    """True to show nothing of the script's output; the run's logs have it."""
     preflight: bool = False
     """True to check machines and network first, and to start the run only if all is well."""
 
@@ -213,7 +217,7 @@ def _start(settings: ScriptSettings, notes: Notes, until: ExitStack) -> Outcome:
 
     def voice_of(rank: int) -> Voice:
         prefix = f"[rank {rank}] " if settings.with_prefix else ""
-        is_shown = shown is None or rank - first in shown
+        is_shown = not settings.is_silent and (shown is None or rank - first in shown)
         return Voice(log=run.log_path(rank), consoles=(1, 2) if is_shown else (None, None), prefix=prefix)
 
     launch = Launch(
@@ -231,7 +235,7 @@ def _start(settings: ScriptSettings, notes: Notes, until: ExitStack) -> Outcome:
         hangs=HangPolicy(hang_after=settings.hang_after, action=settings.on_hang, counts_calls=True),
     )
     # a single rank keeps the terminal, for a debugger or a progress bar
-    keeps_terminal = nproc == 1 and nodes.is_alone
+    keeps_terminal = nproc == 1 and nodes.is_alone and not settings.is_silent
     return run_ranks(launch, notes, None if keeps_terminal else Voices(of=voice_of, is_read_at_once=True), until)
 
 
@@ -257,6 +261,7 @@ def _job(
         role=settings.role,
         num_nodes=num_nodes,
         records=str(folder.resolve()) if settings.record and folder is not None else None,
+        observer=settings.observer,
     )
 
 

@@ -53,6 +53,8 @@ class ScriptJob:
     num_nodes: int = 1
     records: str | None = None
     """Run folder for records of the steps; None to record none."""
+    observer: tuple[str, str] | None = None
+    """Module that observes the script, and what its `begin` is given; None for none."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -65,6 +65,41 @@ def observe_fetches(begin: Callable[[], None], end: Callable[[object, object, bo
     kind.__next__ = observed
 
 
+@dataclass(frozen=True)
+class FetchHooks:
+    """Functions that take part in the fetches of every `DataLoader`."""
+
+    begin: Callable[[Any, Any], None]
+    """Called with an iterator and its loader when a pass over the data begins."""
+    index: Callable[[Any, Any], None]
+    """Called with an iterator and what its sampler gave for a further batch, in the order of the batches."""
+    fetch: Callable[[Any, Callable[[], Any]], Any]
+    """Called with an iterator and its own fetch in the place of that; may raise StopIteration."""
+
+
+def take_part_in_fetches(hooks: FetchHooks) -> None:
+    """Call functions around and in the place of the fetches of every `DataLoader`."""
+    kind = importlib.import_module("torch.utils.data.dataloader")._BaseDataLoaderIter
+    begin, next_index, fetch = kind.__init__, kind._next_index, kind.__next__
+
+    @functools.wraps(begin)
+    def beginning(self: Any, loader: Any, *args: Any, **settings: Any) -> None:
+        begin(self, loader, *args, **settings)
+        hooks.begin(self, loader)
+
+    @functools.wraps(next_index)
+    def indexing(self: Any) -> Any:
+        index = next_index(self)
+        hooks.index(self, index)
+        return index
+
+    @functools.wraps(fetch)
+    def fetching(self: Any) -> Any:
+        return hooks.fetch(self, functools.partial(fetch, self))
+
+    kind.__init__, kind._next_index, kind.__next__ = beginning, indexing, fetching
+
+
 def num_workers_of(iterator: Any) -> int:
     """Return the number of worker processes of a `DataLoader`'s iterator."""
     return int(getattr(iterator, "_num_workers", 0))

@@ -74,6 +74,9 @@ def main(job: ScriptJob, place: Place) -> int:
     _watch_collectives(losses)
     step = _count_steps(place.rank.rank, heartbeats, losses)
     close_records = None if job.records is None else record_steps(Path(job.records), job, place)
+    if job.observer is not None:
+        module, given = job.observer
+        close_records = importlib.import_module(module).begin(given, place)
     try:
         code = _run(job, place, losses)
     except BaseException as error:

@@ -1,0 +1,1 @@
+"""Proof that a script computes on several ranks what it computes on one."""

@@ -1,0 +1,447 @@
+"""Observer of a script's steps in one rank: what it fetches, its gradients before each step and its weights after it.
+
+The script is unchanged. What it computes is not, if a proof asks for float64, or for the batches of other ranks: then
+models and batches are converted, and each fetch gives the joined batches of the recorded ranks.
+"""
+
+import functools
+import hashlib
+import os
+import random
+import sys
+import time
+import weakref
+from collections import deque
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NoReturn
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+from torch.utils.data import DataLoader, IterableDataset
+
+from dure.process.context import Place
+from dure.scripts.prove.feeding import Batches
+from dure.scripts.prove.recording import Fetch, Loader, Order, Recording, Step, recording_path
+from dure.torchcompat.script_calls import FetchHooks, observe_backwards, observe_replicas, take_part_in_fetches
+
+_SEED = 0
+_END_SECONDS = 30.0
+"""Seconds for which a rank that has seen enough waits for the others, which may still need its connections."""
+_NORMS = (nn.modules.batchnorm._BatchNorm,)
+_DROPOUTS = (nn.modules.dropout._DropoutNd,)
+_WRAPPING = ("module.", "_orig_mod.", "_fsdp_wrapped_module.", "_checkpoint_wrapped_module.")
+
+
+def begin(folder: str, place: Place) -> Callable[[], None]:
+    """Observe this process from now on; return a function that writes the recording at its end."""
+    observer = Observer(Path(folder), place.rank.rank, place.rank.world_size)
+    observer.install()
+    return observer.write
+
+
+class Observer:
+    """Observer of this process."""
+
+    def __init__(self, folder: Path, rank: int, world_size: int) -> None:
+        self._folder = folder
+        self._order = Order.read(folder)
+        self._pid = os.getpid()
+        self.recording = Recording(rank=rank, world_size=world_size)
+        self._batches = None if self._order.fed_from is None else Batches(Path(self._order.fed_from))
+        self._loaders: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
+        self._passes: list[int] = []
+        self._iterators: weakref.WeakKeyDictionary[Any, _Pass] = weakref.WeakKeyDictionary()
+        self._models: list[nn.Module] = []
+        self._optimizers: list[Any] = []
+        self._depth = 0
+        """Number of modules called within each other."""
+        self._stepping = 0
+        """Number of optimisers that step within each other, as a wrapper's."""
+        self._gradients: dict[str, Any] = {}
+        self._losses: list[float] = []
+        self._loss_lines: list[str] = []
+        self._random_state: Any = None
+
+    def install(self) -> None:
+        """Observe from now on."""
+        from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
+        from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+
+        torch.manual_seed(_SEED)
+        np.random.seed(_SEED)
+        random.seed(_SEED)
+        if self._order.is_float64:
+            self._compute_in_float64()
+        if not self._order.has_dropout:
+            _leave_out_dropout()
+        self._number_loaders()
+        take_part_in_fetches(FetchHooks(self._begin_pass, self._index, self._fetch))
+        observe_backwards(self._note_loss, lambda: None)
+        observe_replicas(lambda replica: self.recording.wrappers.append(type(replica).__name__))
+        register_module_forward_pre_hook(self._enter_module)
+        register_module_forward_hook(self._leave_module, always_call=True)
+        register_optimizer_step_pre_hook(lambda optimizer, *_: self._before_step(optimizer))
+        register_optimizer_step_post_hook(lambda optimizer, *_: self._after_step(optimizer))
+        create = torch.optim.Optimizer.__init__
+
+        @functools.wraps(create)
+        def creating(optimizer: Any, *args: Any, **settings: Any) -> None:
+            create(optimizer, *args, **settings)
+            optimizer.__dict__.setdefault("_made_at", line_of_script())
+
+        torch.optim.Optimizer.__init__ = creating  # type: ignore[method-assign]
+
+    def write(self) -> None:
+        """Write the recording."""
+        if os.getpid() != self._pid:
+            return
+        target = recording_path(self._folder, self.recording.rank)
+        temporary = target.with_suffix(".part")
+        torch.save(self.recording, temporary)
+        temporary.rename(target)
+
+    # data
+
+    def _number_loaders(self) -> None:
+        create, length = DataLoader.__init__, DataLoader.__len__
+
+        @functools.wraps(create)
+        def creating(loader: Any, *args: Any, **settings: Any) -> None:
+            if loader not in self._loaders:
+                self._loaders[loader] = len(self.recording.loaders)
+                self.recording.loaders.append(Loader(line=line_of_script(), num_samples=None, sampler="", is_shuffled=None))
+                self._passes.append(0)
+            create(loader, *args, **settings)
+            self._describe(loader)
+
+        @functools.wraps(length)
+        def measuring(loader: Any) -> int:
+            own = length(loader)
+            number = self._loaders.get(loader)
+            if number is None or os.getpid() != self._pid:
+                return own
+            known = own if self._batches is None else self._batches.length(number, own)
+            self.recording.loaders[number].lengths.append(known)
+            return known
+
+        DataLoader.__init__, DataLoader.__len__ = creating, measuring  # type: ignore[method-assign]
+
+    def _describe(self, loader: Any) -> None:
+        described = self.recording.loaders[self._loaders[loader]]
+        if not isinstance(loader.dataset, IterableDataset):
+            described.num_samples = len(loader.dataset) if hasattr(loader.dataset, "__len__") else None
+        sampler = getattr(loader, "sampler", None)
+        described.sampler = type(sampler).__name__
+        if hasattr(sampler, "shuffle"):
+            described.is_shuffled = bool(sampler.shuffle)
+        elif described.sampler in ("RandomSampler", "SequentialSampler"):
+            described.is_shuffled = described.sampler == "RandomSampler"
+
+    def _begin_pass(self, iterator: Any, loader: Any) -> None:
+        number = self._loaders.get(loader)
+        if number is None:
+            return
+        waiting = self._iterators[iterator].indices if iterator in self._iterators else deque[Any]()
+        self._iterators[iterator] = _Pass(number, self._passes[number], waiting, loader.dataset)
+        self._passes[number] += 1
+
+    def _index(self, iterator: Any, index: Any) -> None:
+        if iterator not in self._iterators:  # loader processes are given work while the iterator is made
+            self._iterators[iterator] = _Pass(-1, 0, deque(), None)
+        self._iterators[iterator].indices.append(index)
+
+    def _fetch(self, iterator: Any, own: Callable[[], Any]) -> Any:
+        run = self._iterators.get(iterator)
+        if run is None or run.loader < 0 or os.getpid() != self._pid:
+            return own()
+        fetch = Fetch(
+            loader=run.loader,
+            epoch=run.epoch,
+            position=run.position,
+            has_gradients=torch.is_grad_enabled(),
+            step=self.recording.num_steps,
+        )
+        run.position += 1
+        self.recording.fetches.append(fetch)
+        if self._batches is not None:
+            return self._converted(self._batches.joined(fetch))  # raises StopIteration where all ranks had no more
+        batch = own()
+        index = run.indices.popleft() if run.indices else None
+        fetch.size = size_of(batch)
+        if isinstance(index, list) and all(isinstance(each, int | np.integer) for each in index):
+            fetch.samples = [int(each) for each in index]
+            self._ask_again(run.data, index)
+        elif isinstance(index, int):
+            fetch.samples = [index]
+        else:
+            fetch.samples = digests(batch, fetch.size)
+        if self.recording.num_steps < self._order.num_steps:
+            fetch.batch = pytree.tree_map(_kept, batch)
+        self._random_state = _random_state()
+        return self._converted(batch)
+
+    def _ask_again(self, data: Any, index: list[int]) -> None:
+        """Read a sample twice, with the same random numbers, to see whether the data set gives it alike."""
+        if self.recording.is_repeatable is not None or not index:
+            return
+        self.recording.is_repeatable = True
+        with torch.random.fork_rng(devices=()):
+            states = random.getstate(), np.random.get_state()
+            found = []
+            try:
+                for _ in range(2):
+                    torch.manual_seed(_SEED)
+                    np.random.seed(_SEED)
+                    random.seed(_SEED)
+                    found.append(digests([data[index[0]]], 1))
+                    time.sleep(0.002)  # a clock has another time then
+            except Exception:
+                return
+            finally:
+                random.setstate(states[0])
+                np.random.set_state(states[1])
+        self.recording.is_repeatable = found[0] == found[1]
+
+    def _converted(self, batch: Any) -> Any:
+        if not self._order.is_float64:
+            return batch
+        return pytree.tree_map(lambda each: each.double() if _is_floating(each) else each, batch)
+
+    # models
+
+    def _compute_in_float64(self) -> None:
+        torch.set_default_dtype(torch.float64)
+        autocast = torch.autocast.__init__
+
+        @functools.wraps(autocast)
+        def without(self: Any, *args: Any, **settings: Any) -> None:
+            autocast(self, *args, **{**settings, "enabled": False})
+
+        torch.autocast.__init__ = without  # type: ignore[method-assign]
+        if torch.distributed.is_available():
+            kind = torch.nn.parallel.DistributedDataParallel
+            create = kind.__init__
+
+            @functools.wraps(create)
+            def creating(self: Any, module: nn.Module, *args: Any, **settings: Any) -> None:
+                create(self, module.double(), *args, **settings)
+
+            kind.__init__ = creating  # type: ignore[method-assign]
+
+    def _enter_module(self, module: nn.Module, args: Any) -> None:
+        self._depth += 1
+        if self._depth > 1 or os.getpid() != self._pid or any(module is each for each in self._models):
+            return
+        if not any(True for _ in module.parameters()):  # a loss
+            return
+        number = len(self._models)
+        if self._order.is_float64 and any(p.dtype == torch.float32 for p in module.parameters()):
+            module.double()
+        if any(module is inner for known in self._models for inner in known.modules()):
+            return
+        self._models.append(module)
+        if self._batches is not None:
+            self._batches.give_weights(number, tensors_of(module))
+        self.recording.initial |= {f"{number}.{name}": whole(tensor) for name, tensor in tensors_of(module).items()}
+        self.recording.wrappers.append(type(module).__name__)
+        names = {plain(name): each for name, each in module.named_modules()}
+        self.recording.norms += [
+            name
+            for name, each in names.items()
+            if isinstance(each, _NORMS) and not isinstance(each, nn.SyncBatchNorm) and each.training
+        ]
+        self.recording.dropouts += [
+            name
+            for name, each in names.items()
+            if (isinstance(each, _DROPOUTS) and each.p > 0) or getattr(each, "dropout", 0.0) not in (0, 0.0, None)
+        ]
+
+    def _leave_module(self, *_: Any) -> None:
+        self._depth -= 1
+
+    def _names(self, optimizer: Any) -> dict[int, str]:
+        """Return the names of an optimiser's parameters by their identity."""
+        known = {
+            id(parameter): name if number == 0 else f"{number}.{name}"
+            for number, model in reversed(list(enumerate(self._models)))
+            for name, parameter in ((plain(name), parameter) for name, parameter in model.named_parameters())
+        }
+        return {
+            id(parameter): known.get(id(parameter), f"parameter {place} of group {group}")
+            for group, settings in enumerate(optimizer.param_groups)
+            for place, parameter in enumerate(settings["params"])
+        }
+
+    # steps
+
+    def _note_loss(self, tensors: Any) -> None:
+        if os.getpid() != self._pid or self._is_over():
+            return
+        if self._random_state is not None and _random_state() != self._random_state:
+            self.recording.has_drawn = True
+        first = tensors if isinstance(tensors, Tensor) else None
+        if first is not None and first.numel() == 1:
+            self._losses.append(float(first.detach()))
+        self._loss_lines.append(line_of_script())
+
+    def _before_step(self, optimizer: Any) -> None:
+        self._stepping += 1
+        if os.getpid() != self._pid or self._is_over():
+            return
+        names = self._names(optimizer)
+        self._gradients = {
+            names[id(parameter)]: whole(parameter.grad)
+            for settings in optimizer.param_groups
+            for parameter in settings["params"]
+            if parameter.grad is not None
+        }
+
+    def _after_step(self, optimizer: Any) -> None:
+        self._stepping -= 1
+        if self._stepping or os.getpid() != self._pid:
+            return
+        if all(optimizer is not each for each in self._optimizers):
+            self._optimizers.append(optimizer)
+            self.recording.optimizer_lines.append(optimizer.__dict__.get("_made_at", ""))
+        if not self._is_over():
+            self._record_step(optimizer)
+        self.recording.num_steps += 1
+        self._losses, self._loss_lines, self._gradients = [], [], {}
+        if self.recording.num_steps >= self._order.num_sample_steps or (self._batches is not None and self._is_over()):
+            self._end()
+
+    def _record_step(self, optimizer: Any) -> None:
+        names = self._names(optimizer)
+        number = next(place for place, each in enumerate(self._optimizers) if each is optimizer)
+        self.recording.steps.append(
+            Step(
+                optimizer=number,
+                line=line_of_script(),
+                rates=[float(group["lr"]) for group in optimizer.param_groups if "lr" in group],
+                losses=self._losses,
+                loss_lines=self._loss_lines,
+                gradients=self._gradients,
+                weights={
+                    names[id(parameter)]: whole(parameter)
+                    for group in optimizer.param_groups
+                    for parameter in group["params"]
+                },
+                buffers={
+                    plain(name) if not place else f"{place}.{plain(name)}": whole(buffer)
+                    for place, model in enumerate(self._models)
+                    for name, buffer in model.named_buffers()
+                },
+            )
+        )
+
+    def _is_over(self) -> bool:
+        return self.recording.num_steps >= self._order.num_steps
+
+    def _end(self) -> NoReturn:
+        """End this rank: all that is compared has been seen. The others may still need its connections."""
+        self.write()
+        deadline = time.monotonic() + _END_SECONDS
+        paths = [recording_path(self._folder, rank) for rank in range(self.recording.world_size)]
+        while not all(path.exists() for path in paths) and time.monotonic() < deadline:
+            time.sleep(0.01)
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(0)
+
+
+class _Pass:
+    """Pass over the data of a loader."""
+
+    def __init__(self, loader: int, epoch: int, indices: deque[Any], data: Any) -> None:
+        self.loader, self.epoch, self.indices, self.data = loader, epoch, indices, data
+        self.position = 0
+
+
+def line_of_script() -> str:
+    """Return the innermost line that is of no installed package and not of dure, as `file:line`."""
+    frame: Any = sys._getframe(1)
+    fallback = ""
+    while frame is not None:
+        path = frame.f_code.co_filename
+        if not path.startswith("<") and "site-packages" not in path and f"{os.sep}dure{os.sep}" not in path:
+            if not path.startswith(sys.base_prefix):
+                return f"{path}:{frame.f_lineno}"
+        frame = frame.f_back
+    return fallback
+
+
+def plain(name: str) -> str:
+    """Return the name of a parameter without those of wrappers."""
+    for wrapping in _WRAPPING:
+        name = name.replace(wrapping, "")
+    return name
+
+
+def tensors_of(module: nn.Module) -> dict[str, Tensor]:
+    """Return parameters and buffers of a model by their names without those of wrappers."""
+    both = [*module.named_parameters(), *module.named_buffers()]
+    return {plain(name): tensor for name, tensor in both}
+
+
+def whole(tensor: Any) -> Tensor:
+    """Return a copy of a tensor on the CPU, the whole one if it is divided over the ranks."""
+    found = tensor.detach()
+    if hasattr(found, "full_tensor"):
+        found = found.full_tensor()
+    if found.is_sparse:
+        found = found.to_dense()
+    copied: Tensor = found.to("cpu", copy=True)
+    return copied
+
+
+def size_of(batch: Any) -> int:
+    """Return the first dimension of a batch's first tensor; 0 without one."""
+    for each in pytree.tree_leaves(batch):
+        if isinstance(each, Tensor) and each.dim():
+            return each.shape[0]
+    return 0
+
+
+def digests(batch: Any, size: int) -> list[str]:
+    """Return a digest of each sample of a batch."""
+    leaves = [each for each in pytree.tree_leaves(batch) if isinstance(each, Tensor) and each.dim() and len(each) == size]
+    rows = [[] for _ in range(size)]  # type: list[list[bytes]]
+    for leaf in leaves:
+        for place, row in enumerate(leaf.detach().cpu().contiguous()):
+            rows[place].append(row.contiguous().view(torch.uint8).numpy().tobytes() if row.dim() else repr(row).encode())
+    if not leaves:
+        rows = [[repr(batch).encode()]]
+    return [hashlib.blake2b(b"".join(row), digest_size=8).hexdigest() for row in rows]
+
+
+def _kept(value: Any) -> Any:
+    return value.detach().to("cpu", copy=True) if isinstance(value, Tensor) else value
+
+
+def _is_floating(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.is_floating_point()
+
+
+def _random_state() -> tuple[bytes, ...]:
+    return (torch.get_rng_state().numpy().tobytes(),)
+
+
+def _leave_out_dropout() -> None:
+    """Let every dropout return its input."""
+
+    def same(input: Tensor, *_: Any, **__: Any) -> Tensor:
+        return input
+
+    for name in ("dropout", "dropout1d", "dropout2d", "dropout3d", "alpha_dropout", "feature_alpha_dropout"):
+        setattr(nn.functional, name, same)
+    torch.dropout = same  # type: ignore[assignment]
+    attention = nn.functional.scaled_dot_product_attention
+
+    @functools.wraps(attention)
+    def without(query: Any, key: Any, value: Any, attn_mask: Any = None, dropout_p: float = 0.0, **rest: Any) -> Any:
+        return attention(query, key, value, attn_mask, **rest)
+
+    nn.functional.scaled_dot_product_attention = without  # type: ignore[assignment]

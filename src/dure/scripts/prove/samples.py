@@ -1,0 +1,141 @@
+"""Samples that the ranks were given: which, how often, and in which order."""
+
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from dure.scripts.prove.certificate import Cause
+from dure.scripts.prove.recording import Fetch, Loader, Recording
+
+
+def causes_in_samples(ranks: Sequence[Recording]) -> Iterator[Cause]:
+    """Yield what is wrong with the samples that the ranks train on."""
+    for number, loader in enumerate(ranks[0].loaders):
+        passes = [_training_passes(recording, number) for recording in ranks]
+        epochs = sorted(set().union(*(each.keys() for each in passes)))
+        if not epochs:
+            continue
+        shared = _shared_in_first_batches(passes, loader)
+        if shared is not None:
+            yield shared
+            continue
+        for epoch in epochs:
+            cause = _of_whole_epoch([each.get(epoch, []) for each in passes], loader, epoch)
+            if cause is not None:
+                yield cause
+                break
+        yield from _of_order(passes, loader, epochs)
+
+
+def notes_on_samples(ranks: Sequence[Recording]) -> Iterator[str]:
+    """Yield notes on samples that are no fault."""
+    for number, loader in enumerate(ranks[0].loaders):
+        passes = [_training_passes(recording, number) for recording in ranks]
+        for epoch in sorted(set().union(*(each.keys() for each in passes))):
+            fetches = [fetch for each in passes for fetch in each.get(epoch, [])]
+            if not _is_complete([each.get(epoch, []) for each in passes]):
+                continue
+            twice = _seen_twice(fetches)
+            if twice and _pads(loader, len(twice), len(ranks)):
+                yield (
+                    f"{len(twice)} sample{'s' * (len(twice) > 1)} of an epoch are used twice, because {loader.sampler} "
+                    f"fills up the last batch of {loader.num_samples} samples for {len(ranks)} ranks"
+                )
+                break
+
+
+def _training_passes(recording: Recording, loader: int) -> dict[int, list[Fetch]]:
+    """Return the fetches of a loader for training, by pass; the end of a pass is a fetch without samples."""
+    passes: defaultdict[int, list[Fetch]] = defaultdict(list)
+    for fetch in recording.fetches:
+        if fetch.loader == loader and fetch.has_gradients:
+            passes[fetch.epoch].append(fetch)
+    return dict(passes)
+
+
+def _samples(fetches: Sequence[Fetch]) -> list[Any]:
+    return [sample for fetch in fetches for sample in fetch.samples or ()]
+
+
+def _is_complete(of_ranks: Sequence[Sequence[Fetch]]) -> bool:
+    return all(fetches and fetches[-1].samples is None for fetches in of_ranks)
+
+
+def _seen_twice(fetches: Sequence[Fetch]) -> list[Any]:
+    return [sample for sample, count in Counter(_samples(fetches)).items() if count > 1]
+
+
+def _pads(loader: Loader, num_twice: int, world_size: int) -> bool:
+    """Return whether so many repeated samples are those with which a sampler makes all ranks' parts equally long."""
+    is_padding = loader.num_samples is not None and loader.num_samples % world_size != 0 and num_twice < world_size
+    return is_padding and loader.sampler not in ("RandomSampler", "SequentialSampler")
+
+
+def _shared_in_first_batches(passes: Sequence[dict[int, list[Fetch]]], loader: Loader) -> Cause | None:
+    first = [_samples(each.get(0, [])[:1]) for each in passes]
+    if len(first) < 2 or not all(first):
+        return None
+    common = set(first[0]).intersection(*first[1:])
+    if len(common) < max(1, len(set(first[0])) // 2):
+        return None
+    is_same = all(set(each) == set(first[0]) for each in first)
+    return Cause(
+        id="same_samples_on_all_ranks",
+        what=f"all ranks train on the {'same' if is_same else 'largely same'} samples (the first batch of rank 0 and "
+        f"rank 1 has {len(common)} samples in common, such as {sorted(common, key=str)[0]})",
+        cure="give the DataLoader a torch.utils.data.DistributedSampler, and leave shuffle out",
+        line=loader.line,
+        step=1,
+    )
+
+
+def _of_whole_epoch(of_ranks: Sequence[Sequence[Fetch]], loader: Loader, epoch: int) -> Cause | None:
+    if not _is_complete(of_ranks):
+        return None
+    fetches = [fetch for each in of_ranks for fetch in each]
+    seen = _samples(fetches)
+    twice = _seen_twice(fetches)
+    if twice and not _pads(loader, len(twice), len(of_ranks)):
+        return Cause(
+            id="samples_seen_twice",
+            what=f"{len(twice)} of {len(set(seen))} samples are used more than once in epoch {epoch + 1}, such as "
+            f"{sorted(twice, key=str)[0]}",
+            cure="divide the samples with a torch.utils.data.DistributedSampler that all ranks seed alike",
+            line=loader.line,
+        )
+    if loader.num_samples is not None and all(isinstance(each, int) for each in seen):
+        missing = sorted(set(range(loader.num_samples)) - set(seen))
+        most_left_out = max((fetch.size for fetch in fetches), default=1) * len(of_ranks)
+        if len(missing) >= most_left_out:
+            return Cause(
+                id="samples_never_seen",
+                what=f"{len(missing)} of {loader.num_samples} samples are used by no rank in epoch {epoch + 1}, such as "
+                f"{missing[0]}",
+                cure="give every rank its own part of all samples: DistributedSampler(dataset) with the group's size",
+                line=loader.line,
+            )
+    return None
+
+
+def _of_order(
+    passes: Sequence[dict[int, list[Fetch]]], loader: Loader, epochs: Sequence[int]
+) -> Iterator[Cause]:
+    for one, other in zip(epochs, epochs[1:], strict=False):
+        orders = [(_samples(each.get(one, [])), _samples(each.get(other, []))) for each in passes]
+        common = [min(len(first), len(second)) for first, second in orders]
+        if not all(common) or max(common) < 4:
+            continue
+        is_same = all(first[:n] == second[:n] for (first, second), n in zip(orders, common, strict=True))
+        is_sorted = all(first == sorted(first, key=_as_number) for first, _ in orders)
+        if is_same and not is_sorted and loader.is_shuffled is not False:
+            yield Cause(
+                id="same_order_every_epoch",
+                what=f"epoch {other + 1} has the order of epoch {one + 1}: the sampler was not told the epoch",
+                cure="call sampler.set_epoch(epoch) before each epoch",
+                line=loader.line,
+            )
+            return
+
+
+def _as_number(sample: Any) -> Any:
+    return (isinstance(sample, str), sample)

@@ -1,5 +1,6 @@
 """Proof that a script computes on several ranks what it computes on one: `dure prove`."""
 
+import json
 import shutil
 import tempfile
 from collections.abc import Iterator, Sequence
@@ -33,14 +34,18 @@ class ProofSettings:
     local_rank_argument: str = "auto"
 
 
-def prove(settings: ProofSettings) -> Certificate:
+def prove(settings: ProofSettings, output: Path | None = None) -> Certificate:
     """Run a script on several ranks and on one, with the same samples, and compare them step by step.
+
+    Args:
+        settings: Script, its arguments, and how it is compared.
+        output: File that receives the certificate; None for none.
 
     Raises:
         Misuse: There is no such script, a setting is invalid, or the script takes no step of an optimiser.
         WorkerFailed: The script fails on several ranks.
     """
-    _check(settings)
+    _check(settings, output)
     from dure.scripts.prove.verdict import judge
 
     with _own_folder() as folder:
@@ -71,7 +76,24 @@ def prove(settings: ProofSettings) -> Certificate:
         judge(certificate, ranks, one)
         if _is_of_dropout(certificate, ranks):
             _without_dropout(certificate, proof, precision)
-        return certificate
+        if any(recording.is_repeatable is False for recording in ranks):
+            certificate.notes.append(
+                "the data set gives the same sample otherwise each time (by a clock, or draws that no seed repeats): what "
+                "the ranks were given was compared, and another run has other samples"
+            )
+    if output is not None:
+        _write(certificate, output)
+    return certificate
+
+
+def _write(certificate: Certificate, output: Path) -> None:
+    temporary = output.with_name(f".{output.name}.part")
+    try:
+        temporary.write_text(json.dumps(certificate.to_json(), indent=2) + "\n", encoding="utf-8")
+        temporary.rename(output)
+    except OSError as error:
+        temporary.unlink(missing_ok=True)
+        raise Misuse(f"{output} cannot be written ({error.strerror}): give a file in a folder that is there") from None
 
 
 @contextmanager
@@ -84,7 +106,7 @@ def _own_folder() -> Iterator[Path]:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def _check(settings: ProofSettings) -> None:
+def _check(settings: ProofSettings, output: Path | None) -> None:
     """Refuse settings with which nothing could be proven.
 
     Raises:
@@ -99,6 +121,8 @@ def _check(settings: ProofSettings) -> None:
         )
         if not least <= value <= most
     ]
+    if output is not None and not output.absolute().parent.is_dir():
+        faults.append(f"output is {output}, but there is no such folder: make it first")
     if (launched := read_launcher()) is not None and launched.rank.world_size > 1:
         faults.append(f"{launched.by} started several processes, but a proof starts its ranks itself: start one process")
     if faults:

@@ -71,6 +71,10 @@ VERBS = {
         "judging.doctor",
         "Explain a run: which rank failed or hung first, where, what makes it slow, and what to do.",
     ),
+    "prove": Verb(
+        "judging.prove",
+        "Prove that a script computes on several ranks what it does on one, step by step. Exits with 4 if it does not.",
+    ),
     "compare": Verb(
         "judging.compare",
         "Compare strategies on a task by short runs in turns: speed, memory, bytes, losses, what is not preserved.",

@@ -20,7 +20,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import DataLoader, IterableDataset, Subset
 
 from dure.process.context import Place
 from dure.scripts.prove.feeding import Batches
@@ -133,6 +133,7 @@ class Observer:
         described = self.recording.loaders[self._loaders[loader]]
         if not isinstance(loader.dataset, IterableDataset):
             described.num_samples = len(loader.dataset) if hasattr(loader.dataset, "__len__") else None
+            described.is_part = isinstance(loader.dataset, Subset)
         sampler = getattr(loader, "sampler", None)
         described.sampler = type(sampler).__name__
         if hasattr(sampler, "shuffle"):
@@ -171,11 +172,11 @@ class Observer:
         batch = own()
         index = run.indices.popleft() if run.indices else None
         fetch.size = size_of(batch)
+        self._probe(run.loader, run.data)
         if isinstance(index, list) and all(isinstance(each, int | np.integer) for each in index):
-            fetch.samples = [int(each) for each in index]
-            self._ask_again(run.data, index)
+            fetch.samples = _resolved([int(each) for each in index], run.data)
         elif isinstance(index, int):
-            fetch.samples = [index]
+            fetch.samples = _resolved([index], run.data)
         else:
             fetch.samples = digests(batch, fetch.size)
         if self.recording.num_steps < self._order.num_steps:
@@ -183,27 +184,29 @@ class Observer:
         self._random_state = _random_state()
         return self._converted(batch)
 
-    def _ask_again(self, data: Any, index: list[int]) -> None:
-        """Read a sample twice, with the same random numbers, to see whether the data set gives it alike."""
-        if self.recording.is_repeatable is not None or not index:
+    def _probe(self, number: int, data: Any) -> None:
+        """Read a few samples twice, with the same random numbers: do ranks have the same data, and is it repeatable?"""
+        described = self.recording.loaders[number]
+        if described.probes is not None or not described.num_samples:
             return
-        self.recording.is_repeatable = True
+        places = sorted({0, described.num_samples // 2, described.num_samples - 1})
+        states = random.getstate(), np.random.get_state()
+        found: list[list[str]] = []
         with torch.random.fork_rng(devices=()):
-            states = random.getstate(), np.random.get_state()
-            found = []
             try:
                 for _ in range(2):
                     torch.manual_seed(_SEED)
                     np.random.seed(_SEED)
                     random.seed(_SEED)
-                    found.append(digests([data[index[0]]], 1))
+                    found.append([digest for place in places for digest in digests([data[place]], 1)])
                     time.sleep(0.002)  # a clock has another time then
             except Exception:
                 return
             finally:
                 random.setstate(states[0])
                 np.random.set_state(states[1])
-        self.recording.is_repeatable = found[0] == found[1]
+        described.probes = found[0]
+        self.recording.is_repeatable = self.recording.is_repeatable is not False and found[0] == found[1]
 
     def _converted(self, batch: Any) -> Any:
         if not self._order.is_float64:
@@ -256,7 +259,7 @@ class Observer:
         self.recording.dropouts += [
             name
             for name, each in names.items()
-            if (isinstance(each, _DROPOUTS) and each.p > 0) or getattr(each, "dropout", 0.0) not in (0, 0.0, None)
+            if (isinstance(each, _DROPOUTS) and each.p > 0) or _is_rate(getattr(each, "dropout", None))
         ]
 
     def _leave_module(self, *_: Any) -> None:
@@ -415,6 +418,17 @@ def digests(batch: Any, size: int) -> list[str]:
     if not leaves:
         rows = [[repr(batch).encode()]]
     return [hashlib.blake2b(b"".join(row), digest_size=8).hexdigest() for row in rows]
+
+
+def _is_rate(value: Any) -> bool:
+    return isinstance(value, float) and value > 0
+
+
+def _resolved(indices: list[int], data: Any) -> list[int]:
+    """Return the indices in the data set of which another may be a part."""
+    while isinstance(data, Subset):
+        indices, data = [int(data.indices[each]) for each in indices], data.dataset
+    return indices
 
 
 def _kept(value: Any) -> Any:

@@ -63,10 +63,14 @@ class Loader:
     """Place in the script where it was made."""
     num_samples: int | None
     """Samples of its data set; None if that has no length."""
+    is_part: bool = False
+    """Whether its data set is a part of another (`Subset`), in which the samples are counted."""
     sampler: str
     """Class of its sampler."""
     is_shuffled: bool | None
     """Whether its sampler shuffles; None if that is unknown."""
+    probes: list[str] | None = None
+    """Digests of a few samples, read with the same random numbers on all ranks; None if they cannot be read."""
     lengths: list[int] = field(default_factory=list)
     """Answers that the script got to `len`."""
 

@@ -13,7 +13,7 @@ def causes_in_samples(ranks: Sequence[Recording]) -> Iterator[Cause]:
     for number, loader in enumerate(ranks[0].loaders):
         passes = [_training_passes(recording, number) for recording in ranks]
         epochs = sorted(set().union(*(each.keys() for each in passes)))
-        if not epochs:
+        if not epochs or not _have_same_data(ranks, number):
             continue
         shared = _shared_in_first_batches(passes, loader)
         if shared is not None:
@@ -33,6 +33,9 @@ def notes_on_samples(ranks: Sequence[Recording]) -> Iterator[str]:
         passes = [_training_passes(recording, number) for recording in ranks]
         for epoch in sorted(set().union(*(each.keys() for each in passes))):
             fetches = [fetch for each in passes for fetch in each.get(epoch, [])]
+            if not _have_same_data(ranks, number):
+                yield "each rank has data of its own, so which samples are used twice or never is not known"
+                break
             if not _is_complete([each.get(epoch, []) for each in passes]):
                 continue
             twice = _seen_twice(fetches)
@@ -51,6 +54,17 @@ def _training_passes(recording: Recording, loader: int) -> dict[int, list[Fetch]
         if fetch.loader == loader and fetch.has_gradients:
             passes[fetch.epoch].append(fetch)
     return dict(passes)
+
+
+def _have_same_data(ranks: Sequence[Recording], loader: int) -> bool:
+    """Return whether equal indices are equal samples on all ranks."""
+    loaders = [recording.loaders[loader] for recording in ranks if loader < len(recording.loaders)]
+    if any(each.is_part for each in loaders):
+        return True
+    repeatable = all(recording.is_repeatable is not False for recording in ranks)
+    return len(loaders) == len(ranks) and (
+        not repeatable or all(each.probes == loaders[0].probes for each in loaders)
+    )
 
 
 def _samples(fetches: Sequence[Fetch]) -> list[Any]:
@@ -103,7 +117,7 @@ def _of_whole_epoch(of_ranks: Sequence[Sequence[Fetch]], loader: Loader, epoch: 
             cure="divide the samples with a torch.utils.data.DistributedSampler that all ranks seed alike",
             line=loader.line,
         )
-    if loader.num_samples is not None and all(isinstance(each, int) for each in seen):
+    if loader.num_samples is not None and not loader.is_part and all(isinstance(each, int) for each in seen):
         missing = sorted(set(range(loader.num_samples)) - set(seen))
         most_left_out = max((fetch.size for fetch in fetches), default=1) * len(of_ranks)
         if len(missing) >= most_left_out:

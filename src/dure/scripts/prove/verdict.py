@@ -134,9 +134,9 @@ class _Judgement:
         missing = [name for name in steps[0].gradients if any(name not in step.gradients for step in steps)]
         if missing:
             return self._not_averaged(number, steps, _Difference(1.0, missing[0]))
+        if apart.value > tolerance:
+            return self._parted(number, steps, apart)
         if alone is None:
-            if apart.value > tolerance:
-                return self._parted(number, steps, apart)
             return None
         if _rates_differ(steps[0].rates, alone.rates):
             return Cause(
@@ -148,8 +148,6 @@ class _Judgement:
             )
         if gradients.value > tolerance or set(steps[0].gradients) != set(alone.gradients):
             return self._other_gradients(number, steps, alone, gradients, sizes)
-        if apart.value > tolerance:
-            return self._parted(number, steps, apart)
         if weights.value > tolerance:
             return Cause(
                 id="other_update",
@@ -167,6 +165,16 @@ class _Judgement:
         return sum(fetch.size for fetch in recording.fetches if fetch.step == number and fetch.has_gradients)
 
     def _not_averaged(self, number: int, steps: Sequence[Step], between: _Difference) -> Cause:
+        for rank, step in enumerate(steps[1:], start=1):
+            factor = _common_factor(step.gradients, steps[0].gradients) if set(step.gradients) == set(steps[0].gradients) else None
+            if factor is not None:
+                return Cause(
+                    id="gradients_scaled_by_rank",
+                    what=f"the gradients of rank {rank} are {factor:.4g} times those of rank 0 before the step",
+                    cure="clip and scale gradients alike on all ranks, after they have been averaged",
+                    line=steps[0].line,
+                    step=number + 1,
+                )
         names = [
             name
             for name in steps[0].gradients

@@ -7,11 +7,15 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from dure.api.script import ScriptSettings, run_script
 from dure.cluster.rank import read_launcher
 from dure.errors import Misuse, SpecInvalid, WorkerFailed
 from dure.scripts.prove.certificate import Certificate
+
+if TYPE_CHECKING:
+    from dure.scripts.prove.recording import Recording
 
 _OBSERVER = "dure.scripts.prove.observer"
 """Module that each rank loads before the script."""
@@ -65,8 +69,8 @@ def prove(settings: ProofSettings, output: Path | None = None) -> Certificate:
             certificate.notes.append("the script fails in float64, so float32 is compared, with a larger tolerance")
         if not any(recording.num_steps for recording in ranks):
             raise Misuse(
-                f"{settings.script} takes no step of a torch optimiser in its ranks, so nothing can be compared: give a "
-                "script that trains (one that starts processes of its own is not seen)"
+                f"{settings.script} takes no step of a torch optimiser in its ranks, so nothing can be compared: give "
+                "a script that trains (one that starts processes of its own is not seen)"
             )
         if not all(recording.steps for recording in ranks):
             certificate.notes.append("some ranks take no step")
@@ -78,8 +82,8 @@ def prove(settings: ProofSettings, output: Path | None = None) -> Certificate:
             _without_dropout(certificate, proof, precision)
         if any(recording.is_repeatable is False for recording in ranks):
             certificate.notes.append(
-                "the data set gives the same sample otherwise each time (by a clock, or draws that no seed repeats): what "
-                "the ranks were given was compared, and another run has other samples"
+                "the data set gives the same sample otherwise each time (by a clock, or draws that no seed repeats): "
+                "what the ranks were given was compared, and another run has other samples"
             )
     if output is not None:
         _write(certificate, output)
@@ -124,15 +128,17 @@ def _check(settings: ProofSettings, output: Path | None) -> None:
     if output is not None and not output.absolute().parent.is_dir():
         faults.append(f"output is {output}, but there is no such folder: make it first")
     if (launched := read_launcher()) is not None and launched.rank.world_size > 1:
-        faults.append(f"{launched.by} started several processes, but a proof starts its ranks itself: start one process")
+        faults.append(
+            f"{launched.by} started several processes, but a proof starts its ranks itself: start one process"
+        )
     if faults:
         raise SpecInvalid(faults)
 
 
-def _is_of_dropout(certificate: Certificate, ranks: Sequence[object]) -> bool:
-    return any(cause.id in ("other_draws", "mean_of_means", "batchnorm_statistics") for cause in certificate.causes) and any(
-        getattr(recording, "dropouts", ()) for recording in ranks
-    )
+def _is_of_dropout(certificate: Certificate, ranks: Sequence["Recording"]) -> bool:
+    return any(
+        cause.id in ("other_draws", "mean_of_means", "batchnorm_statistics") for cause in certificate.causes
+    ) and any(recording.dropouts for recording in ranks)
 
 
 def _without_dropout(certificate: Certificate, proof: "_Proof", precision: str) -> None:
@@ -160,7 +166,9 @@ class _Proof:
     def __init__(self, settings: ProofSettings, folder: Path) -> None:
         self._settings, self._folder = settings, folder
 
-    def observed(self, name: str, precision: str, *, has_dropout: bool = True, fed_from: Path | None = None) -> list[object]:
+    def observed(
+        self, name: str, precision: str, *, has_dropout: bool = True, fed_from: Path | None = None
+    ) -> list["Recording"]:
         from dure.scripts.prove.feeding import read_recordings
         from dure.scripts.prove.recording import Order
 
@@ -186,11 +194,14 @@ class _Proof:
                 name=folder.name,
                 observer=(_OBSERVER, str(folder)),
                 is_silent=True,
+                on_hang="stop",
             )
         )
         return read_recordings(folder)
 
-    def one(self, precision: str, ranks: Sequence[object], *, has_dropout: bool = True) -> tuple[object, str]:
+    def one(
+        self, precision: str, ranks: Sequence["Recording"], *, has_dropout: bool = True
+    ) -> tuple["Recording | None", str]:
         """Return the recording of one process that was given the samples of all ranks, or None and a reason."""
         source = self._folder / f"{'ranks' if has_dropout else 'ranks-without'}-{precision}"
         if not any(recording.fetches for recording in ranks):

@@ -1,6 +1,5 @@
 """Script that trains a small model on several ranks, rightly or with one of many mistakes (`script.py VARIANT`)."""
 
-import os
 import sys
 from contextlib import nullcontext
 from typing import Any
@@ -46,7 +45,9 @@ def loader_of(samples: Dataset[Any]) -> tuple[DataLoader[Any], DistributedSample
         torch.manual_seed(dist.get_rank())
         return DataLoader(samples, batch_size=BATCH, shuffle=True), None
     if VARIANT == "uneven shares":
-        half = Subset(samples, range(dist.get_rank() * 28, 28 + dist.get_rank() * 12) if dist.get_world_size() > 1 else range(40))
+        half = Subset(
+            samples, range(dist.get_rank() * 28, 28 + dist.get_rank() * 12) if dist.get_world_size() > 1 else range(40)
+        )
         return DataLoader(half, batch_size=(7, 3)[dist.get_rank()]), None
     if VARIANT == "half the data":
         sampler = DistributedSampler(samples, num_replicas=2 * dist.get_world_size(), rank=dist.get_rank())
@@ -86,7 +87,9 @@ def main() -> None:
     if VARIANT == "adam":
         optimizer = torch.optim.AdamW(parameters, lr=rate)
     loader, sampler = loader_of(data())
-    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, rate, EPOCHS * len(loader)) if VARIANT == "schedule" else None
+    schedule = (
+        torch.optim.lr_scheduler.OneCycleLR(optimizer, rate, EPOCHS * len(loader)) if VARIANT == "schedule" else None
+    )
     every = 2 if "accumulated" in VARIANT else 1
     for epoch in range(EPOCHS):
         if sampler is not None and VARIANT != "no epoch":

@@ -59,9 +59,7 @@ def prove(
             allow_leading_hyphen=True,
         ),
     ] = None,
-    output: Annotated[
-        Path | None, Parameter(help="file for the certificate, as certificate.json", show_default=False)
-    ] = None,
+    output: Annotated[Path, Parameter(help="file for the certificate")] = Path("certificate.json"),
     json: JsonFlag = False,
 ) -> None:
     """Compare a script on several ranks with one process, step by step. Exits with 4 unless they are equal."""
@@ -90,17 +88,19 @@ def prove(
     else:
         from dure.styled import draw
 
-        for line in _lines(found):
+        for line in _lines(found, output):
             draw(line)
     if found.verdict != "equal":
         raise FoundProblem(f"{script} {_WORDS[found.verdict].format(n=nproc)}")
 
 
-def _lines(found: "Certificate") -> Iterator["RenderableType"]:
+def _lines(found: "Certificate", output: Path) -> Iterator["RenderableType"]:
     from dure.styled import Hanging, joined, styled
 
     yield Hanging(
-        joined((found.verdict, _STYLES[found.verdict]), f"  {found.script} {_WORDS[found.verdict].format(n=found.nproc)}")
+        joined(
+            (found.verdict, _STYLES[found.verdict]), f"  {found.script} {_WORDS[found.verdict].format(n=found.nproc)}"
+        )
     )
     for cause in found.causes:
         yield ""
@@ -117,6 +117,8 @@ def _lines(found: "Certificate") -> Iterator["RenderableType"]:
             f"{worst.gradients:.1e}, weights {worst.weights:.1e} (up to {found.tolerance:.0e} is rounding)",
             "dim",
         )
-    yield styled(f"  samples followed for {found.num_followed_steps} steps", "dim")
+    yield styled(
+        f"  samples followed for {found.num_followed_steps} steps; certificate: {output}", "dim", overflow="fold"
+    )
     for note in found.notes:
         yield Hanging(joined(("  note: ", "bold"), note))

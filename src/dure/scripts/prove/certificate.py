@@ -19,9 +19,9 @@ class Cause:
     id: str
     """Name of the kind, such as `gradients_not_averaged`."""
     what: str
-    """What differs, in one sentence."""
+    """Sentence on the difference."""
     cure: str
-    """What to change, in one sentence."""
+    """Sentence on what to change."""
     line: str = ""
     """Place in the script, as `file:line`; empty if it is of no single line."""
     step: int | None = None
@@ -67,7 +67,7 @@ class Certificate:
     """Steps for which the samples were followed."""
     causes: list[Cause] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
-    """What was changed for the comparison, and what could not be seen."""
+    """Notes on what was changed for the comparison, and on what could not be seen."""
 
     def to_json(self) -> dict[str, Any]:
         """Return the certificate with versions and the digest of the script."""

@@ -1,17 +1,16 @@
 """Batches of several ranks, joined for one."""
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.utils import _pytree as pytree
 
-from dure.scripts.prove.recording import Fetch, Recording, recording_path
-
-
-class CannotJoin(Exception):
-    """Batches of the ranks that cannot be one batch."""
+from dure.scripts.prove.recording import CannotJoin, Fetch, Recording, load, recording_path
 
 
 class Batches:
@@ -24,11 +23,9 @@ class Batches:
             for recording in self._ranks
         ]
 
-    def length(self, loader: int, own: int) -> int:
-        """Return the length that a loader had on the recorded ranks."""
-        loaders = self._ranks[0].loaders
-        lengths = loaders[loader].lengths if loader < len(loaders) else []
-        return lengths[-1] if lengths else own
+    def length(self, data: int, own: int) -> int:
+        """Return the length that a loader of a data set had on the recorded ranks."""
+        return self._ranks[0].lengths.get(data, own)
 
     def joined(self, wanted: Fetch) -> Any:
         """Return the batch of all ranks at a fetch.
@@ -56,13 +53,19 @@ class Batches:
             for name, tensor in tensors.items():
                 known = first.get(f"{number}.{name}")
                 if known is not None and known.shape == tensor.shape:
-                    tensor.copy_(known)
+                    _give(tensor, known)
+
+
+def _give(tensor: Tensor, values: Tensor) -> None:
+    if isinstance(tensor, DTensor):
+        values = distribute_tensor(values.to(tensor.device), tensor.device_mesh, tensor.placements)
+    tensor.copy_(values)
 
 
 def read_recordings(folder: Path) -> list[Recording]:
     """Read the recordings of all ranks of an observed run, in order; those that wrote none are left out."""
-    paths = sorted(folder.glob("rank*.pt"), key=lambda path: int(path.stem.removeprefix("rank")))
-    return [torch.load(path, weights_only=False) for path in paths if path == recording_path(folder, int(path.stem[4:]))]
+    numbers = sorted(int(path.stem.removeprefix("rank")) for path in folder.glob("rank*.json"))
+    return [load(recording_path(folder, number)) for number in numbers]
 
 
 def join(batches: list[Any]) -> Any:
@@ -76,17 +79,16 @@ def join(batches: list[Any]) -> Any:
     first = batches[0]
     if isinstance(first, Tensor):
         return _joined_tensors(batches)
-    if isinstance(first, dict) or hasattr(first, "keys"):
-        if any(set(each.keys()) != set(first.keys()) for each in batches):
-            raise CannotJoin("the batches of the ranks have other keys")
-        joined = {key: join([each[key] for each in batches]) for key in first}
-        return joined if type(first) is dict else type(first)(joined)
+    if isinstance(first, dict):
+        if any(set(each) != set(first) for each in batches):
+            raise CannotJoin("batches with other keys on each rank")
+        return {key: join([each[key] for each in batches]) for key in first}
     if isinstance(first, list | tuple):
         if any(len(each) != len(first) for each in batches) or not _has_tensors(first):
             merged = [item for each in batches for item in each]
-            return merged if isinstance(first, list) else type(first)(merged)
-        parts = [join(list(parts)) for parts in zip(*batches, strict=True)]
-        return type(first)(*parts) if hasattr(first, "_fields") else type(first)(parts)
+        else:
+            merged = [join(list(parts)) for parts in zip(*batches, strict=True)]
+        return merged if isinstance(first, list) else tuple(merged)
     if all(each == first for each in batches):
         return first
     raise CannotJoin(f"batches with values of {type(first).__name__}, which are not the same on all ranks")
@@ -105,3 +107,20 @@ def _joined_tensors(tensors: list[Tensor]) -> Tensor:
 
 def _has_tensors(found: Any) -> bool:
     return any(isinstance(each, Tensor) for each in pytree.tree_leaves(found))
+
+
+def shaped(example: Any, batch: Any) -> Any:
+    """Return a batch in containers of the types that an example has."""
+    if isinstance(example, Mapping) and isinstance(batch, dict):
+        inner = {key: shaped(example.get(key), each) for key, each in batch.items()}
+        kind: Any = type(example)
+        return inner if kind is dict else kind(inner)
+    if isinstance(batch, list | tuple):
+        examples = example if isinstance(example, list | tuple) and len(example) == len(batch) else [None] * len(batch)
+        parts = [shaped(one, each) for one, each in zip(examples, batch, strict=True)]
+        if isinstance(example, tuple) and hasattr(example, "_fields"):
+            return type(example)(*parts)
+        return parts if isinstance(batch, list) else tuple(parts)
+    if isinstance(example, np.ndarray) and isinstance(batch, Tensor):
+        return batch.numpy()
+    return batch

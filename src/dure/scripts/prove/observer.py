@@ -9,6 +9,7 @@ import hashlib
 import os
 import random
 import sys
+import sysconfig
 import time
 import weakref
 from collections import deque
@@ -23,11 +24,24 @@ from torch.utils import _pytree as pytree
 from torch.utils.data import DataLoader, IterableDataset, Subset
 
 from dure.process.context import Place
-from dure.scripts.prove.feeding import Batches
-from dure.scripts.prove.recording import Fetch, Loader, Order, Recording, Step, recording_path
+from dure.scripts.prove.feeding import Batches, shaped
+from dure.scripts.prove.recording import (
+    CannotJoin,
+    Fetch,
+    Loader,
+    Order,
+    Recording,
+    Step,
+    plain_batch,
+    recording_path,
+    save,
+    whole,
+)
 from dure.torchcompat.script_calls import FetchHooks, observe_backwards, observe_replicas, take_part_in_fetches
 
 _SEED = 0
+_INSTALLED = (sysconfig.get_path("stdlib"), str(Path(__file__).parents[2]))
+"""Folders of code that is not the script's."""
 _END_SECONDS = 30.0
 """Seconds for which a rank that has seen enough waits for the others, which may still need its connections."""
 _NORMS = (nn.modules.batchnorm._BatchNorm,)
@@ -52,6 +66,10 @@ class Observer:
         self.recording = Recording(rank=rank, world_size=world_size)
         self._batches = None if self._order.fed_from is None else Batches(Path(self._order.fed_from))
         self._loaders: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
+        self._lines: weakref.WeakKeyDictionary[Any, str] = weakref.WeakKeyDictionary()
+        self._data: list[Any] = []
+        self._shapes: dict[int, Any] = {}
+        """First batch of each loader."""
         self._passes: list[int] = []
         self._iterators: weakref.WeakKeyDictionary[Any, _Pass] = weakref.WeakKeyDictionary()
         self._models: list[nn.Module] = []
@@ -77,7 +95,7 @@ class Observer:
             self._compute_in_float64()
         if not self._order.has_dropout:
             _leave_out_dropout()
-        self._number_loaders()
+        self._watch_loaders()
         take_part_in_fetches(FetchHooks(self._begin_pass, self._index, self._fetch))
         observe_backwards(self._note_loss, lambda: None)
         observe_replicas(lambda replica: self.recording.wrappers.append(type(replica).__name__))
@@ -92,62 +110,70 @@ class Observer:
             create(optimizer, *args, **settings)
             optimizer.__dict__.setdefault("_made_at", line_of_script())
 
-        torch.optim.Optimizer.__init__ = creating  # type: ignore[method-assign]
+        torch.optim.Optimizer.__init__ = creating  # type: ignore[method-assign, assignment]
 
     def write(self) -> None:
         """Write the recording."""
         if os.getpid() != self._pid:
             return
-        target = recording_path(self._folder, self.recording.rank)
-        temporary = target.with_suffix(".part")
-        torch.save(self.recording, temporary)
-        temporary.rename(target)
+        save(self.recording, recording_path(self._folder, self.recording.rank))
 
     # data
 
-    def _number_loaders(self) -> None:
+    def _watch_loaders(self) -> None:
         create, length = DataLoader.__init__, DataLoader.__len__
 
         @functools.wraps(create)
         def creating(loader: Any, *args: Any, **settings: Any) -> None:
-            if loader not in self._loaders:
-                self._loaders[loader] = len(self.recording.loaders)
-                self.recording.loaders.append(Loader(line=line_of_script(), num_samples=None, sampler="", is_shuffled=None))
-                self._passes.append(0)
+            self._lines.setdefault(loader, line_of_script())
             create(loader, *args, **settings)
-            self._describe(loader)
 
         @functools.wraps(length)
         def measuring(loader: Any) -> int:
             own = length(loader)
-            number = self._loaders.get(loader)
-            if number is None or os.getpid() != self._pid:
+            if os.getpid() != self._pid:
                 return own
-            known = own if self._batches is None else self._batches.length(number, own)
-            self.recording.loaders[number].lengths.append(known)
+            data = self._number_of_data(loader.dataset)
+            known = own if self._batches is None else self._batches.length(data, own)
+            self.recording.lengths[data] = known
             return known
 
-        DataLoader.__init__, DataLoader.__len__ = creating, measuring  # type: ignore[method-assign]
+        DataLoader.__init__, DataLoader.__len__ = creating, measuring  # type: ignore[method-assign, assignment]
 
-    def _describe(self, loader: Any) -> None:
-        described = self.recording.loaders[self._loaders[loader]]
-        if not isinstance(loader.dataset, IterableDataset):
-            described.num_samples = len(loader.dataset) if hasattr(loader.dataset, "__len__") else None
-            described.is_part = isinstance(loader.dataset, Subset)
-        sampler = getattr(loader, "sampler", None)
-        described.sampler = type(sampler).__name__
-        if hasattr(sampler, "shuffle"):
-            described.is_shuffled = bool(sampler.shuffle)
-        elif described.sampler in ("RandomSampler", "SequentialSampler"):
-            described.is_shuffled = described.sampler == "RandomSampler"
+    def _number_of_data(self, data: Any) -> int:
+        for number, known in enumerate(self._data):
+            if known is data:
+                return number
+        self._data.append(data)
+        return len(self._data) - 1
 
     def _begin_pass(self, iterator: Any, loader: Any) -> None:
-        number = self._loaders.get(loader)
-        if number is None:
-            return
+        # by the first pass over their data: some libraries make a second loader, on several ranks only
+        if loader not in self._loaders:
+            self._loaders[loader] = len(self.recording.loaders)
+            self.recording.loaders.append(self._described(loader))
+            self._passes.append(0)
+        number = self._loaders[loader]
         waiting = self._iterators[iterator].indices if iterator in self._iterators else deque[Any]()
         self._iterators[iterator] = _Pass(number, self._passes[number], waiting, loader.dataset)
         self._passes[number] += 1
+
+    def _described(self, loader: Any) -> Loader:
+        sampler: Any = getattr(loader, "sampler", None)
+        name, data = type(sampler).__name__, loader.dataset
+        is_shuffled = None
+        if hasattr(sampler, "shuffle"):
+            is_shuffled = bool(sampler.shuffle)
+        elif name in ("RandomSampler", "SequentialSampler"):
+            is_shuffled = name == "RandomSampler"
+        has_length = not isinstance(data, IterableDataset) and hasattr(data, "__len__")
+        return Loader(
+            line=self._lines.get(loader, ""),
+            num_samples=len(data) if has_length else None,
+            is_part=isinstance(data, Subset),
+            sampler=name,
+            is_shuffled=is_shuffled,
+        )
 
     def _index(self, iterator: Any, index: Any) -> None:
         if iterator not in self._iterators:  # loader processes are given work while the iterator is made
@@ -168,7 +194,10 @@ class Observer:
         run.position += 1
         self.recording.fetches.append(fetch)
         if self._batches is not None:
-            return self._converted(self._batches.joined(fetch))  # raises StopIteration where all ranks had no more
+            joined = self._batches.joined(fetch)  # raises StopIteration where no rank had more
+            if run.loader not in self._shapes:
+                self._shapes[run.loader] = own()  # for the types of its containers
+            return self._converted(shaped(self._shapes[run.loader], joined))
         batch = own()
         index = run.indices.popleft() if run.indices else None
         fetch.size = size_of(batch)
@@ -180,7 +209,10 @@ class Observer:
         else:
             fetch.samples = digests(batch, fetch.size)
         if self.recording.num_steps < self._order.num_steps:
-            fetch.batch = pytree.tree_map(_kept, batch)
+            try:
+                fetch.batch = plain_batch(batch)
+            except CannotJoin as error:
+                self.recording.problems.append(str(error))
         self._random_state = _random_state()
         return self._converted(batch)
 
@@ -366,14 +398,12 @@ class _Pass:
 def line_of_script() -> str:
     """Return the innermost line that is of no installed package and not of dure, as `file:line`."""
     frame: Any = sys._getframe(1)
-    fallback = ""
     while frame is not None:
         path = frame.f_code.co_filename
-        if not path.startswith("<") and "site-packages" not in path and f"{os.sep}dure{os.sep}" not in path:
-            if not path.startswith(sys.base_prefix):
-                return f"{path}:{frame.f_lineno}"
+        if not path.startswith(("<", *_INSTALLED)) and "site-packages" not in path:
+            return f"{path}:{frame.f_lineno}"
         frame = frame.f_back
-    return fallback
+    return ""
 
 
 def plain(name: str) -> str:
@@ -389,17 +419,6 @@ def tensors_of(module: nn.Module) -> dict[str, Tensor]:
     return {plain(name): tensor for name, tensor in both}
 
 
-def whole(tensor: Any) -> Tensor:
-    """Return a copy of a tensor on the CPU, the whole one if it is divided over the ranks."""
-    found = tensor.detach()
-    if hasattr(found, "full_tensor"):
-        found = found.full_tensor()
-    if found.is_sparse:
-        found = found.to_dense()
-    copied: Tensor = found.to("cpu", copy=True)
-    return copied
-
-
 def size_of(batch: Any) -> int:
     """Return the first dimension of a batch's first tensor; 0 without one."""
     for each in pytree.tree_leaves(batch):
@@ -410,11 +429,15 @@ def size_of(batch: Any) -> int:
 
 def digests(batch: Any, size: int) -> list[str]:
     """Return a digest of each sample of a batch."""
-    leaves = [each for each in pytree.tree_leaves(batch) if isinstance(each, Tensor) and each.dim() and len(each) == size]
+    leaves = [
+        each for each in pytree.tree_leaves(batch) if isinstance(each, Tensor) and each.dim() and len(each) == size
+    ]
     rows = [[] for _ in range(size)]  # type: list[list[bytes]]
     for leaf in leaves:
         for place, row in enumerate(leaf.detach().cpu().contiguous()):
-            rows[place].append(row.contiguous().view(torch.uint8).numpy().tobytes() if row.dim() else repr(row).encode())
+            rows[place].append(
+                row.contiguous().view(torch.uint8).numpy().tobytes() if row.dim() else repr(row).encode()
+            )
     if not leaves:
         rows = [[repr(batch).encode()]]
     return [hashlib.blake2b(b"".join(row), digest_size=8).hexdigest() for row in rows]
@@ -429,10 +452,6 @@ def _resolved(indices: list[int], data: Any) -> list[int]:
     while isinstance(data, Subset):
         indices, data = [int(data.indices[each]) for each in indices], data.dataset
     return indices
-
-
-def _kept(value: Any) -> Any:
-    return value.detach().to("cpu", copy=True) if isinstance(value, Tensor) else value
 
 
 def _is_floating(value: Any) -> bool:
@@ -451,7 +470,7 @@ def _leave_out_dropout() -> None:
 
     for name in ("dropout", "dropout1d", "dropout2d", "dropout3d", "alpha_dropout", "feature_alpha_dropout"):
         setattr(nn.functional, name, same)
-    torch.dropout = same  # type: ignore[assignment]
+    torch.dropout = same
     attention = nn.functional.scaled_dot_product_attention
 
     @functools.wraps(attention)

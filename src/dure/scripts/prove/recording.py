@@ -1,16 +1,30 @@
-"""What an observed rank leaves behind, and what it is told."""
+"""Recordings of observed ranks, and the orders that they get."""
 
 import json
-from dataclasses import asdict, dataclass, field
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, fields, is_dataclass
 from pathlib import Path
 from typing import Any
+
+import numpy as np
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from dure.strategies.state.tensor_shard import TensorShard
+from dure.training.checkpoints.state_tree import NamedTensors, decode, encode
 
 ORDER = "order.json"
 
 
+class CannotJoin(Exception):
+    """Batches of the ranks that cannot be one batch."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Order:
-    """What the ranks of one observed run are told."""
+    """Order for the ranks of one observed run."""
 
     num_steps: int
     """Steps whose weights are compared."""
@@ -38,7 +52,7 @@ class Fetch:
     """Fetch of a batch, or the end of the data."""
 
     loader: int
-    """Number of the `DataLoader`, by creation."""
+    """Number of the `DataLoader`, by its first pass."""
     epoch: int
     """Number of the pass over its data."""
     position: int
@@ -64,15 +78,13 @@ class Loader:
     num_samples: int | None
     """Samples of its data set; None if that has no length."""
     is_part: bool = False
-    """Whether its data set is a part of another (`Subset`), in which the samples are counted."""
+    """True if its data set is a part of another (`Subset`), in which the samples are counted."""
     sampler: str
     """Class of its sampler."""
     is_shuffled: bool | None
-    """Whether its sampler shuffles; None if that is unknown."""
+    """True if its sampler shuffles; None if that is unknown."""
     probes: list[str] | None = None
     """Digests of a few samples, read with the same random numbers on all ranks; None if they cannot be read."""
-    lengths: list[int] = field(default_factory=list)
-    """Answers that the script got to `len`."""
 
 
 @dataclass(kw_only=True)
@@ -99,7 +111,7 @@ class Step:
 
 @dataclass(kw_only=True)
 class Recording:
-    """What one rank did."""
+    """Recording of one rank."""
 
     rank: int
     world_size: int
@@ -108,6 +120,8 @@ class Recording:
     steps: list[Step] = field(default_factory=list)
     num_steps: int = 0
     """Steps taken in all, of which the first are in `steps`."""
+    lengths: dict[int, int] = field(default_factory=dict)
+    """Last length of a loader that the script asked for, by the number of its data set."""
     initial: dict[str, Any] = field(default_factory=dict)
     """Weights and buffers of each model at its first call, by the number of the model and name."""
     optimizer_lines: list[str] = field(default_factory=list)
@@ -119,13 +133,76 @@ class Recording:
     dropouts: list[str] = field(default_factory=list)
     """Names of modules with dropout in training."""
     has_drawn: bool = False
-    """Whether random numbers were drawn between a fetch and the backward."""
+    """True if random numbers were drawn between a fetch and the backward."""
     is_repeatable: bool | None = None
-    """Whether the data set gave a sample twice alike; None if it was not asked."""
+    """True if the data set gave a sample twice alike; None if it was not asked."""
     problems: list[str] = field(default_factory=list)
-    """What could not be observed."""
+    """Reasons for which something could not be observed."""
 
 
 def recording_path(folder: Path, rank: int) -> Path:
-    """Return the file of a rank's recording."""
-    return folder / f"rank{rank}.pt"
+    """Return the file of a rank's recording; its tensors are in another of that name."""
+    return folder / f"rank{rank}.json"
+
+
+def save(recording: Recording, path: Path) -> None:
+    """Write a recording; the file is there once all of it is."""
+    tensors = NamedTensors()
+    encoded = encode(_as_plain(recording), "recording", tensors)
+    save_file({name: _contiguous(tensor) for name, tensor in tensors.items()}, path.with_suffix(".safetensors"))
+    temporary = path.with_suffix(".part")
+    temporary.write_text(json.dumps(encoded))
+    temporary.rename(path)
+
+
+def load(path: Path) -> Recording:
+    """Read a recording."""
+    tensors = load_file(path.with_suffix(".safetensors"))
+    found = decode(json.loads(path.read_text()), tensors.__getitem__)
+    kinds: dict[str, Any] = {"loaders": Loader, "fetches": Fetch, "steps": Step}
+    values: dict[str, Any] = {
+        name: [kinds[name](**each) for each in value] if name in kinds else value for name, value in found.items()
+    }
+    return Recording(**values)
+
+
+def _contiguous(tensor: Any) -> Tensor:
+    found: Tensor = tensor.tensor if isinstance(tensor, TensorShard) else tensor
+    return found.contiguous().clone()  # several may share memory, as views of one batch
+
+
+def _as_plain(value: Any) -> Any:
+    if is_dataclass(value):
+        return {each.name: _as_plain(getattr(value, each.name)) for each in fields(value)}
+    return [_as_plain(each) for each in value] if type(value) is list else value
+
+
+def plain_batch(value: Any) -> Any:
+    """Return a copy of a batch in plain containers.
+
+    Raises:
+        CannotJoin: It holds other objects.
+    """
+    if isinstance(value, Tensor):
+        return whole(value)
+    if isinstance(value, np.ndarray) and value.dtype != object:
+        return torch.from_numpy(value.copy())
+    if isinstance(value, Mapping):
+        return {key: plain_batch(each) for key, each in value.items()}
+    if isinstance(value, list | tuple):
+        parts = [plain_batch(each) for each in value]
+        return parts if isinstance(value, list) else tuple(parts)
+    if value is None or type(value) in (str, int, float, bool):
+        return value
+    raise CannotJoin(f"batches with objects of {type(value).__name__}")
+
+
+def whole(tensor: Any) -> Tensor:
+    """Return a copy of a tensor on the CPU, the whole one if it is divided over the ranks."""
+    found = tensor.detach()
+    if isinstance(found, DTensor):
+        found = found.full_tensor()
+    if found.layout != torch.strided:
+        found = found.to_dense()
+    copied: Tensor = found.to("cpu", copy=True)
+    return copied

@@ -2,6 +2,7 @@
 
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
+from itertools import pairwise
 from typing import Any
 
 from dure.scripts.prove.certificate import Cause
@@ -62,9 +63,7 @@ def _have_same_data(ranks: Sequence[Recording], loader: int) -> bool:
     if any(each.is_part for each in loaders):
         return True
     repeatable = all(recording.is_repeatable is not False for recording in ranks)
-    return len(loaders) == len(ranks) and (
-        not repeatable or all(each.probes == loaders[0].probes for each in loaders)
-    )
+    return len(loaders) == len(ranks) and (not repeatable or all(each.probes == loaders[0].probes for each in loaders))
 
 
 def _samples(fetches: Sequence[Fetch]) -> list[Any]:
@@ -123,18 +122,16 @@ def _of_whole_epoch(of_ranks: Sequence[Sequence[Fetch]], loader: Loader, epoch: 
         if len(missing) >= most_left_out:
             return Cause(
                 id="samples_never_seen",
-                what=f"{len(missing)} of {loader.num_samples} samples are used by no rank in epoch {epoch + 1}, such as "
-                f"{missing[0]}",
+                what=f"{len(missing)} of {loader.num_samples} samples are used by no rank in epoch {epoch + 1}, such "
+                f"as {missing[0]}",
                 cure="give every rank its own part of all samples: DistributedSampler(dataset) with the group's size",
                 line=loader.line,
             )
     return None
 
 
-def _of_order(
-    passes: Sequence[dict[int, list[Fetch]]], loader: Loader, epochs: Sequence[int]
-) -> Iterator[Cause]:
-    for one, other in zip(epochs, epochs[1:], strict=False):
+def _of_order(passes: Sequence[dict[int, list[Fetch]]], loader: Loader, epochs: Sequence[int]) -> Iterator[Cause]:
+    for one, other in pairwise(epochs):
         orders = [(_samples(each.get(one, [])), _samples(each.get(other, []))) for each in passes]
         common = [min(len(first), len(second)) for first, second in orders]
         if not all(common) or max(common) < 4:

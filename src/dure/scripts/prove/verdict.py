@@ -81,7 +81,7 @@ class _Judgement:
         if found is None and self._one is not None and len(self._one.steps) < min(num_steps):
             found = Cause(
                 id="fewer_steps_on_one_rank",
-                what=f"one process takes {len(self._one.steps)} steps where {len(self._ranks)} ranks take {min(num_steps)}",
+                what=f"one process takes {len(self._one.steps)} steps where the ranks take {min(num_steps)}",
                 cure="let the number of steps follow from the samples, not from the number of ranks",
             )
         if found is None and has_other_start and not self.compared:
@@ -94,9 +94,9 @@ class _Judgement:
             id="other_weights_at_the_start",
             what=f"the ranks begin with different weights ({started.name.partition('.')[2]} differs by "
             f"{started.value:.2g} of its size)",
-            cure="wrap the model in DistributedDataParallel, which sends the weights of rank 0, or seed all ranks alike "
-            "before it is built",
-            line=self._ranks[0].optimizer_lines[0] if self._ranks[0].optimizer_lines else "",
+            cure="wrap the model in DistributedDataParallel, which sends the weights of rank 0, or seed all ranks "
+            "alike before it is built",
+            line=self._optimizer_line(0),
             step=1,
         )
 
@@ -141,9 +141,10 @@ class _Judgement:
         if _rates_differ(steps[0].rates, alone.rates):
             return Cause(
                 id="scaled_learning_rate",
-                what=f"the learning rate is {_few(steps[0].rates)} on {len(steps)} ranks and {_few(alone.rates)} on one",
-                cure="if the rate is scaled with the ranks on purpose, that is the only reason; else leave the factor out",
-                line=(self._ranks[0].optimizer_lines or [""])[min(steps[0].optimizer, len(self._ranks[0].optimizer_lines) - 1)],
+                what=f"the learning rate is {_few(steps[0].rates)} on the ranks and {_few(alone.rates)} on one",
+                cure="if a factor or a schedule follows the number of ranks on purpose, this is a reason and no "
+                "fault; else leave it out (Accelerate's scheduler takes a step for each rank)",
+                line=self._optimizer_line(steps[0].optimizer),
                 step=number + 1,
             )
         if gradients.value > tolerance or set(steps[0].gradients) != set(alone.gradients):
@@ -161,12 +162,20 @@ class _Judgement:
             return self._of_norms(number, buffers.name)
         return None
 
+    def _optimizer_line(self, number: int) -> str:
+        lines = self._ranks[0].optimizer_lines
+        return lines[number] if number < len(lines) else ""
+
     def _sizes(self, recording: Recording, number: int) -> int:
         return sum(fetch.size for fetch in recording.fetches if fetch.step == number and fetch.has_gradients)
 
     def _not_averaged(self, number: int, steps: Sequence[Step], between: _Difference) -> Cause:
         for rank, step in enumerate(steps[1:], start=1):
-            factor = _common_factor(step.gradients, steps[0].gradients) if set(step.gradients) == set(steps[0].gradients) else None
+            factor = (
+                _common_factor(step.gradients, steps[0].gradients)
+                if set(step.gradients) == set(steps[0].gradients)
+                else None
+            )
             if factor is not None:
                 return Cause(
                     id="gradients_scaled_by_rank",
@@ -206,8 +215,8 @@ class _Judgement:
     def _parted(self, number: int, steps: Sequence[Step], apart: _Difference) -> Cause:
         return Cause(
             id="weights_part",
-            what=f"the weights of the ranks differ after the step ({apart.name} by {apart.value:.2g} of its size), although "
-            "their gradients do not",
+            what=f"the weights of the ranks differ after the step ({apart.name} by {apart.value:.2g} of its size), "
+            "although their gradients do not",
             cure="let all ranks begin with the weights of rank 0 and step alike",
             line=steps[0].line,
             step=number + 1,
@@ -237,9 +246,10 @@ class _Judgement:
         count, here = len(steps), number + 1
         only = sorted(set(steps[0].gradients) ^ set(alone.gradients))
         if only:
+            where = "several ranks" if only[0] in steps[0].gradients else "one rank"
             return Cause(
                 id="other_parameters",
-                what=f"{_named(only)} has a gradient on {'several ranks' if only[0] in steps[0].gradients else 'one rank'} only",
+                what=f"{_named(only)} has a gradient on {where} only",
                 cure="let the same parameters take part, whatever the number of ranks",
                 line=line,
                 step=here,
@@ -259,8 +269,8 @@ class _Judgement:
         if norms:
             return Cause(
                 id="batchnorm_statistics",
-                what=f"{norms[0]} normalises by the samples of one rank, not by those of all, so that {gradients.name} has "
-                f"another gradient (by {gradients.value:.2g} of its size)",
+                what=f"{norms[0]} normalises by the samples of one rank, not by those of all: "
+                f"{gradients.name} has another gradient (by {gradients.value:.2g} of its size)",
                 cure="convert the model with torch.nn.SyncBatchNorm.convert_sync_batchnorm before it is wrapped",
                 line=line,
                 step=here,
@@ -285,8 +295,9 @@ class _Judgement:
             )
         return Cause(
             id="mean_of_means",
-            what=f"the gradient of {gradients.name} differs by {gradients.value:.2g} of its size: the loss of all samples is "
-            "not the mean of the ranks' losses (a mean over tokens, classes or pairs, or a loss between samples)",
+            what=f"the gradient of {gradients.name} differs by {gradients.value:.2g} of its size: the loss of all "
+            "samples is not the mean of the ranks' losses (a mean over tokens, classes or pairs, or a loss between "
+            "samples)",
             cure="sum the loss, and divide by the count of all ranks (all_reduce the count); gather what samples are "
             "compared with",
             line=line,

@@ -73,7 +73,7 @@ VERBS = {
     ),
     "prove": Verb(
         "judging.prove",
-        "Prove that a script computes on several ranks what it does on one, step by step. Exits with 4 if it does not.",
+        "Compare a script on several ranks with one process, step by step. Exits with 4 unless they are equal.",
     ),
     "compare": Verb(
         "judging.compare",

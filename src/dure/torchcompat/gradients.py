@@ -134,6 +134,11 @@ def _run_backward(loss: Tensor, *others: tuple[Tensor, Tensor]) -> None:
     )
 
 
+def call_after_backward(function: Callable[[], None]) -> None:
+    """Call a function at the end of the backward that is running; its errors end that backward."""
+    torch.autograd.Variable._execution_engine.queue_callback(function)
+
+
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 """Positional and keyword arguments of a call."""
 

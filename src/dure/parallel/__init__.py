@@ -1,0 +1,5 @@
+"""Modules around a model, for loops that are written by hand: the strategies' own ways to reduce and to divide."""
+
+from dure.parallel.ring_ddp import RingDDP
+
+__all__ = ["RingDDP"]

@@ -1,0 +1,215 @@
+"""Module that averages the gradients of a model over ranks, by the buckets and algorithms of `ring_ddp`."""
+
+import itertools
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from dure.comm.buckets import FlatGradients
+from dure.comm.choice import open_chosen
+from dure.comm.groups import ProcessGroup
+from dure.errors import EnvironmentLacks, TaskInvalid
+from dure.strategies.data_parallel.options import RingDDPOptions
+from dure.strategies.data_parallel.ring_ddp import BucketReducer
+from dure.torchcompat.gradients import call_after_backward
+
+
+class RingDDP(nn.Module):
+    """Model whose gradients are averaged over the ranks of a group while backward runs.
+
+    It is used as `torch.nn.parallel.DistributedDataParallel` is: build it after `init_process_group` and after the
+    model is on its device, call it in place of the model, and step an optimiser of the model's parameters. All ranks
+    begin with the weights and buffers of rank 0. Parameters that take no part in a backward need no option: those
+    that no rank has used get no gradient, and the others the mean, in which a rank without a gradient counts as zero.
+
+    Gradients are sums in another order than DDP's, so they equal its own up to rounding. They are views into one buffer
+    for each dtype. `optimizer.zero_grad()` may drop or zero them.
+
+    Source: NVIDIA's Apex (`apex.parallel.DistributedDataParallel`) for the options; Li et al. 2020 for the buckets.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        *,
+        message_size: int = 10_000_000,
+        delay_allreduce: bool = False,
+        allreduce_always_fp32: bool = False,
+        gradient_average: bool = True,
+        gradient_predivide_factor: float = 1.0,
+        broadcast_buffers: bool = True,
+        comm: str = "auto",
+        process_group: dist.ProcessGroup | None = None,
+    ) -> None:
+        """Send rank 0's weights to all ranks, and prepare the buckets.
+
+        Args:
+            module: Model, on one device.
+            message_size: Gradient elements from which a bucket is full.
+            delay_allreduce: Whether nothing is sent before backward has ended, for backwards within each other
+                (reentrant activation checkpointing).
+            allreduce_always_fp32: Whether halves are sent and added in float32.
+            gradient_average: Whether the sum over ranks is divided by their number.
+            gradient_predivide_factor: Divisor before adding up; the sum is divided by the rest of the number of ranks.
+            broadcast_buffers: Whether buffers are those of rank 0 at each forward in training.
+            comm: All-reduce algorithm: `auto` or a name of `dure bench`.
+            process_group: Ranks that average; None for all.
+
+        Raises:
+            EnvironmentLacks: There is no process group yet.
+            TaskInvalid: The model has no trained parameters, or parameters on several devices or with sparse
+                gradients.
+        """
+        super().__init__()
+        if not (dist.is_available() and dist.is_initialized()):
+            raise EnvironmentLacks("RingDDP needs a process group: call torch.distributed.init_process_group first")
+        self.module = module
+        self._parameters_reduced = [parameter for parameter in module.parameters() if parameter.requires_grad]
+        device = _only_device(module, self._parameters_reduced)
+        self._group = ProcessGroup(device, process_group)
+        options = RingDDPOptions(
+            message_size=message_size,
+            delay_allreduce=delay_allreduce,
+            allreduce_always_fp32=allreduce_always_fp32,
+            gradient_average=gradient_average,
+            gradient_predivide_factor=gradient_predivide_factor,
+        )
+        self._broadcasts_buffers = broadcast_buffers
+        with torch.no_grad():
+            self._group.broadcast([each.detach() for each in itertools.chain(module.parameters(), module.buffers())])
+        # a group of its own: synchronised BatchNorm uses the other one while buckets are being reduced
+        ranks = dist.get_process_group_ranks(process_group or dist.group.WORLD)
+        own = dist.new_group(ranks, use_local_synchronization=process_group is not None)
+        algorithm = open_chosen(comm, device.type, self._group, own)
+        self.gradients = FlatGradients(
+            self._parameters_reduced,
+            bucket_elements=options.message_size,
+            tail_elements=len(self._parameters_reduced),
+            zeros=algorithm.zeros,
+        )
+        self._reducer = BucketReducer(algorithm, options, self._group.world_size, None, has_thread=device.type == "cpu")
+        self._is_overlapped = len(self.gradients.buckets) > 1 and not options.delay_allreduce
+        self._synchronises = True
+        self._reached: list[nn.Parameter] = []
+        self._is_under_way = False
+        self._waiting: list[set[int]] = []
+        self._launched = 0
+        self._hooks = [
+            parameter.register_post_accumulate_grad_hook(self._arrival_hook(position))
+            for position, parameter in enumerate(self._parameters_reduced)
+        ]
+
+    def forward(self, *inputs: Any, **keywords: Any) -> Any:
+        """Call the model; in training its buffers are made those of rank 0 first.
+
+        Communication: one broadcast of the buffers.
+        """
+        if self._is_under_way:  # an error ended the backward before
+            self._reducer.wait()
+            self._is_under_way = False
+        if self._broadcasts_buffers and self.training and torch.is_grad_enabled() and self._synchronises:
+            buffers = [buffer.detach() for buffer in self.module.buffers()]
+            if buffers:
+                self._group.broadcast(buffers)
+        return self.module(*inputs, **keywords)
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Accumulate gradients of this rank alone; the next backward outside sends them too."""
+        before, self._synchronises = self._synchronises, False
+        try:
+            yield
+        finally:
+            self._synchronises = before
+
+    def close(self) -> None:
+        """Take the hooks off, and end the thread that reduces; the gradients stay."""
+        for hook in self._hooks:
+            hook.remove()
+        self._reducer.close()
+
+    # backward
+
+    def _arrival_hook(self, position: int) -> Callable[[nn.Parameter], None]:
+        keep = self.gradients.keeper(position, self._reached)
+        bucket = next(i for i, each in enumerate(self.gradients.buckets) if position in each.positions)
+
+        def note(parameter: nn.Parameter) -> None:
+            keep(parameter)
+            if not self._synchronises:
+                return
+            if not self._is_under_way:
+                self._begin_backward()
+            last = len(self.gradients.buckets) - 1
+            if not self._is_overlapped or bucket == last:
+                return  # the last bucket says which parameters were used, which is known after backward
+            if bucket < self._launched:
+                raise TaskInvalid(
+                    "a parameter got a second gradient after its bucket had been sent (a part of the model runs its "
+                    "backward twice, as reentrant activation checkpointing does): pass delay_allreduce=True"
+                )
+            self._waiting[bucket].discard(position)
+            # every rank must reduce in the same order, so a full bucket waits for those before it
+            while self._launched < last and not self._waiting[self._launched]:
+                self._reducer.launch(self.gradients.buckets[self._launched])
+                self._launched += 1
+
+        return note
+
+    def _begin_backward(self) -> None:
+        self._is_under_way = True
+        self._launched = 0
+        self._waiting = [set(bucket.positions) for bucket in self.gradients.buckets]
+        call_after_backward(self._end_backward)
+
+    def _end_backward(self) -> None:
+        """Reduce what is left, and give every parameter its mean."""
+        try:
+            self._note_used()
+            rest = self.gradients.buckets[self._launched :]
+            for bucket in rest:
+                self._reducer.launch(bucket)
+            self._reducer.wait()
+            self._take_others()
+        finally:
+            self._is_under_way = False
+            self._reached.clear()
+
+    def _note_used(self) -> None:
+        """Write into the tail which parameters have a gradient, now or from an accumulation before."""
+        used = [parameter.grad is not None for parameter in self._parameters_reduced]
+        self.gradients.tail.copy_(torch.tensor(used, dtype=self.gradients.tail.dtype))
+        for is_used, view in zip(used, self.gradients.views, strict=True):
+            if not is_used:
+                view.zero_()  # it contains values of a step before
+
+    def _take_others(self) -> None:
+        by_any = self.gradients.tail.tolist()
+        for parameter, view, used in zip(self._parameters_reduced, self.gradients.views, by_any, strict=True):
+            parameter.grad = view if used else None
+
+
+def _only_device(module: nn.Module, parameters: list[nn.Parameter]) -> torch.device:
+    """Return the device of a model.
+
+    Raises:
+        TaskInvalid: It has several, no trained parameters, or sparse gradients.
+    """
+    if not parameters:
+        raise TaskInvalid("RingDDP has nothing to average: no parameter of the model requires a gradient")
+    devices = {parameter.device for parameter in module.parameters()}
+    if len(devices) > 1:
+        raise TaskInvalid(
+            f"RingDDP takes a model on one device, and this one is on {', '.join(sorted(map(str, devices)))}: move it "
+            "to one first"
+        )
+    sparse = [name for name, each in module.named_modules() if getattr(each, "sparse", False) is True]
+    if sparse:
+        raise TaskInvalid(
+            f"{sparse[0]} gives sparse gradients (sparse=True), which have no place in a flat buffer: use torch's DDP"
+        )
+    return devices.pop()

@@ -1,6 +1,6 @@
 """Flat buffer for all gradients, cut into buckets, which a reducer sends instead of single tensors."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -44,6 +44,7 @@ class FlatGradients:
         bucket_elements: int,
         tail_elements: int,
         zeros: Callable[[int, torch.dtype, torch.device], Tensor] | None = None,
+        bucket_ends: Container[int] | None = None,
     ) -> None:
         """Allocate the buffers, zeroed; the parameters' gradients are not touched.
 
@@ -52,8 +53,10 @@ class FlatGradients:
             bucket_elements: Minimum elements at which a bucket is closed.
             tail_elements: Length of the tail, which has dtype float32 or float64.
             zeros: Allocates a buffer; None for torch's own memory.
+            bucket_ends: Identities of the parameters at which a bucket is closed, whatever its size; None for none.
         """
         self._zeros = zeros or (lambda length, dtype, device: torch.zeros(length, dtype=dtype, device=device))
+        self._bucket_ends = bucket_ends
         self.parameters = list(parameters)
         self.views: list[Tensor] = [torch.empty(0)] * len(self.parameters)
         self.buckets: list[Bucket] = []
@@ -79,7 +82,10 @@ class FlatGradients:
             self.views[position] = _like(parameter, buffer, end)
             end += parameter.numel()
             inside.append(position)
-            if end - start >= bucket_elements and position != positions[-1]:
+            is_full = end - start >= bucket_elements
+            if self._bucket_ends is not None:
+                is_full = id(parameter) in self._bucket_ends
+            if is_full and position != positions[-1]:
                 self.buckets.append(Bucket(buffer[start:end], tuple(inside), len(self.buckets)))
                 start, inside = end, []
         self.buckets.append(Bucket(buffer[start:], tuple(inside), len(self.buckets), tail_elements))

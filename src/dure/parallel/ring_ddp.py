@@ -1,7 +1,7 @@
 """Module that averages the gradients of a model over ranks, by the buckets and algorithms of `ring_ddp`."""
 
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -44,6 +44,7 @@ class RingDDP(nn.Module):
         broadcast_buffers: bool = True,
         comm: str = "auto",
         process_group: dist.ProcessGroup | None = None,
+        bucket_ends: Iterable[nn.Parameter] | None = None,
     ) -> None:
         """Send rank 0's weights to all ranks, and prepare the buckets.
 
@@ -58,6 +59,7 @@ class RingDDP(nn.Module):
             broadcast_buffers: Whether buffers are those of rank 0 at each forward in training.
             comm: All-reduce algorithm: `auto` or a name of `dure bench`.
             process_group: Ranks that average; None for all.
+            bucket_ends: Parameters at which a bucket ends, in place of `message_size`.
 
         Raises:
             EnvironmentLacks: There is no process group yet.
@@ -89,6 +91,7 @@ class RingDDP(nn.Module):
             self._parameters_reduced,
             bucket_elements=options.message_size,
             tail_elements=len(self._parameters_reduced),
+            bucket_ends=None if bucket_ends is None else frozenset(map(id, bucket_ends)),
             zeros=algorithm.zeros,
         )
         self._reducer = BucketReducer(algorithm, options, self._group.world_size, None, has_thread=device.type == "cpu")

@@ -15,19 +15,20 @@ from dure.torchcompat.modules import BatchNorm
 
 
 class _AllReduceSum(torch.autograd.Function):
-    """Sum over all ranks; backward sums the gradients over all ranks, because every rank's loss depends on the sum."""
+    """Sum over the ranks of a group; backward sums their gradients, because every rank's loss depends on the sum."""
 
     @staticmethod
-    def forward(ctx: Any, tensor: Tensor) -> Tensor:
+    def forward(ctx: Any, tensor: Tensor, group: dist.ProcessGroup | None) -> Tensor:
+        ctx.group = group
         summed = tensor.detach().clone()
-        dist.all_reduce(summed)
+        dist.all_reduce(summed, group=group)
         return summed
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
         summed = gradient.contiguous().clone()
-        dist.all_reduce(summed)
-        return summed
+        dist.all_reduce(summed, group=ctx.group)
+        return summed, None
 
 
 class SyncBatchNorm(BatchNorm):
@@ -36,6 +37,9 @@ class SyncBatchNorm(BatchNorm):
     Two all-reduces per forward (counts and sums, then squared deviations from the global mean), so that the variance
     has no cancellation, unlike a mean of squares; two in backward. Ranks may hold different numbers of samples.
     """
+
+    process_group: dist.ProcessGroup | None = None
+    """Ranks whose samples count; None for all."""
 
     def _check_input_dim(self, input: Tensor) -> None:
         if input.dim() < 2:
@@ -56,11 +60,13 @@ class SyncBatchNorm(BatchNorm):
         # half precision under autocast can hold neither a count above 2048 (256) nor a sum: use float32, as torch does
         values = input.to(torch.promote_types(input.dtype, torch.float32))
         count = torch.full((1,), input.numel() // input.size(1), dtype=values.dtype, device=input.device)
-        summed = _AllReduceSum.apply(torch.cat([values.sum(dims), count]))  # type: ignore[no-untyped-call]
+        group = self.process_group
+        summed = _AllReduceSum.apply(torch.cat([values.sum(dims), count]), group)  # type: ignore[no-untyped-call]
         count = summed[-1].detach()
         mean = summed[:-1] / count
         deviation = values - mean.view(shape)
-        variance = _AllReduceSum.apply(deviation.square().sum(dims)) / count  # type: ignore[no-untyped-call]
+        squares = _AllReduceSum.apply(deviation.square().sum(dims), group)  # type: ignore[no-untyped-call]
+        variance = squares / count
         if self.running_mean is not None and self.running_var is not None:
             self._update_running(mean.detach(), variance.detach() * count / (count - 1).clamp(min=1))
         normalised: Tensor = deviation * torch.rsqrt(variance + self.eps).view(shape)

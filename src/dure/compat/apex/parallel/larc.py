@@ -9,8 +9,9 @@ from torch.optim import Optimizer
 class LARC:
     """Optimiser whose gradients are scaled for each parameter by the ratio of the weight's norm to the gradient's.
 
-    The rate of a parameter is `trust_coefficient * |w| / (|g| + weight_decay * |w| + eps)`: it multiplies the
-    optimiser's, or, with `clip`, replaces it where it is smaller. Weight decay is added to the gradient before it is scaled.
+    The rate of a parameter is `trust_coefficient * |w| / (|g| + weight_decay * |w| + eps)`. It multiplies the
+    optimiser's, or, with `clip`, replaces it where it is smaller. Weight decay is added to the gradient before it is
+    scaled.
 
     Source: You, Gitman and Ginsburg 2017, "Large Batch Training of Convolutional Networks".
     """

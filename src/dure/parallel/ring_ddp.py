@@ -54,7 +54,8 @@ class RingDDP(nn.Module):
             delay_allreduce: Whether nothing is sent before backward has ended, for backwards within each other
                 (reentrant activation checkpointing).
             allreduce_always_fp32: Whether halves are sent and added in float32.
-            gradient_average: Whether the sum over ranks is divided by their number.
+            gradient_average: Whether the sum over ranks is divided by their number. Without that, only one backward may
+                be made for a step: a second one would add up sums again.
             gradient_predivide_factor: Divisor before adding up; the sum is divided by the rest of the number of ranks.
             broadcast_buffers: Whether buffers are those of rank 0 at each forward in training.
             comm: All-reduce algorithm: `auto` or a name of `dure bench`.

@@ -1,5 +1,5 @@
-"""Interface of NVIDIA's Apex for data parallelism, by its names."""
+"""Interface of NVIDIA's Apex for data parallelism and mixed precision, by its names."""
 
-from dure.compat.apex import parallel
+from dure.compat.apex import amp, parallel
 
-__all__ = ["parallel"]
+__all__ = ["amp", "parallel"]

@@ -12,6 +12,7 @@ from torch.utils import _pytree as pytree
 
 from dure.compat.apex.amp.levels import Properties, properties_of
 from dure.compat.apex.amp.scaling import SCALING, LossScaler, ScaledOptimizer
+from dure.host.devices import accelerator
 from dure.torchcompat.modules import BatchNorm
 
 
@@ -117,9 +118,15 @@ def _converted(values: Any, kind: torch.dtype) -> Any:
     )
 
 
+def _kinds() -> list[str]:
+    """Return the kinds of devices here, the CPU first."""
+    kind = accelerator()
+    return ["cpu"] if kind is None else ["cpu", kind]
+
+
 def _choose_types(*, enabled: bool) -> None:
     """Let operations choose their type everywhere, or no longer."""
-    for device in ("cpu", "cuda"):
+    for device in _kinds():
         torch.set_autocast_dtype(device, torch.float16)
         torch.set_autocast_enabled(device, enabled)
 
@@ -127,12 +134,12 @@ def _choose_types(*, enabled: bool) -> None:
 @contextmanager
 def disable_casts() -> Iterator[None]:
     """Compute in the types of the operands, as without O1."""
-    before = torch.is_autocast_enabled("cpu"), torch.is_autocast_enabled("cuda")
+    before = {device: torch.is_autocast_enabled(device) for device in _kinds()}
     _choose_types(enabled=False)
     try:
         yield
     finally:
-        for device, was in zip(("cpu", "cuda"), before, strict=True):
+        for device, was in before.items():
             torch.set_autocast_enabled(device, was)
 
 

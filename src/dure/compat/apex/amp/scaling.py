@@ -111,7 +111,7 @@ class Scaling:
     def __init__(self) -> None:
         """Begin without any."""
         self.is_enabled: bool | None = None
-        """Whether losses are scaled; None before `initialize`."""
+        """True if losses are scaled; None before `initialize`."""
         self.scalers: list[LossScaler] = []
         self.optimizers: list[ScaledOptimizer] = []
 

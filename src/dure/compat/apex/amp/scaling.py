@@ -8,6 +8,8 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from dure.terminal import print_text
+
 _FIRST_SCALE, _GROWTH_STEPS = 2.0**16, 2000
 
 
@@ -171,4 +173,4 @@ def scale_loss(
     if has_overflown and scaler.is_dynamic:
         for each in held:
             each.skips = True
-        print(f"Gradient overflow.  Skipping step, loss scaler {loss_id} reducing loss scale to {scaler.scale}")
+        print_text(f"Gradient overflow.  Skipping step, loss scaler {loss_id} reducing loss scale to {scaler.scale}")

@@ -22,7 +22,7 @@ DureError                     exit code 1
 ├── WorkerFailed              1   the verdict over all ranks
 ├── SubmissionRefused         1   a cluster's own command refused a job
 ├── RunsDiffer                4   `dure diff` found where two runs diverge
-├── FoundProblem              4   `dure doctor --fail-on` found a problem of at least that severity
+├── FoundProblem              4   `dure doctor` or `dure lint` found something as grave as --fail-on
 └── Interrupted               129, 130 or 143; 75 after SIGUSR1
 """
 

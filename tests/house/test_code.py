@@ -81,6 +81,7 @@ KNOW_KINDS = {
     "host/device_kinds.py": KINDS_OF_DEVICES,  # which is what it is for
     "torchcompat/devices.py": {"mps", "torch.cuda"},  # private functions, for which torch has nothing generic
     "spec/foreign_names.py": {"cuda"},  # a flag of other tools
+    "scripts/lint/modules.py": {"cuda", "xpu", "hpu"},  # words in scripts of others
 }
 """Files that may name kinds of devices, each with the names."""
 

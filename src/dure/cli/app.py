@@ -26,7 +26,7 @@ from cyclopts.exceptions import (
     ValidationError,
 )
 
-from dure.cli.output import is_reporter
+from dure.cli.output import installed_version, is_reporter
 from dure.errors import DONE, FAILED, DureError, EnvironmentLacks, Misuse, SpecInvalid, WorkerFailed
 from dure.process.stop_signals import (
     Terminated,
@@ -70,6 +70,10 @@ VERBS = {
     "doctor": Verb(
         "judging.doctor",
         "Explain a run: which rank failed or hung first, where, what makes it slow, and what to do.",
+    ),
+    "lint": Verb(
+        "judging.lint",
+        "Look for the faults of distributed scripts in their source, which is not run. Exits with 4 if it finds some.",
     ),
     "prove": Verb(
         "judging.prove",
@@ -218,7 +222,7 @@ def build_app(command: Callable[..., None] | None = None, name: str = "") -> App
         help="Train a PyTorch model on one device or many, with the same result.",
         help_format="plaintext",
         help_epilogue="dure COMMAND --help shows a command's flags, dure train FILE:Task --help that task's own too.",
-        version=_version,
+        version=installed_version,
         result_action="return_value",
         suppress_keyboard_interrupt=False,
     )
@@ -301,12 +305,3 @@ def _sentence(error: DureError) -> str:
     if isinstance(error, SpecInvalid) and len(error.faults) > 1:
         return "\n".join([f"{len(error.faults)} settings are invalid:", *(f"  {fault}" for fault in error.faults)])
     return str(error)
-
-
-def _version() -> str:
-    import importlib.metadata  # a seventh of the time of `dure --help`, which does not need it
-
-    try:
-        return importlib.metadata.version("dure")
-    except importlib.metadata.PackageNotFoundError:
-        return "unknown: dure is not installed, only on the path"

@@ -19,3 +19,13 @@ def is_reporter() -> bool:
     except DureError:
         return True  # the rank is unknown, which must be reported
     return place is None or place.rank == 0
+
+
+def installed_version() -> str:
+    """Return the version of dure."""
+    import importlib.metadata  # a seventh of the time of `dure --help`, which does not need it
+
+    try:
+        return importlib.metadata.version("dure")
+    except importlib.metadata.PackageNotFoundError:
+        return "unknown: dure is not installed, only on the path"

@@ -214,8 +214,14 @@ class _Proof:
                 "one" if has_dropout else "one-without", precision, has_dropout=has_dropout, fed_from=source
             )
         except WorkerFailed as error:
-            return None, f"the script fails in one process that is given the samples of all ranks: {error}"
-        return (found[0], "") if found and found[0].steps else (None, "one process takes no step")
+            first_line = str(error).splitlines()[0]
+            return None, f"the script fails in one process that is given the samples of all ranks: {first_line}"
+        if found and found[0].steps:
+            return found[0], ""
+        return None, (
+            "one process takes no step: if the script goes on from a checkpoint that the ranks have just written, give "
+            "it an argument for another folder, or remove the checkpoint and let it write none"
+        )
 
     def _arguments(self, factor: int) -> list[str]:
         """Return the script's arguments, with the batch of one process multiplied."""

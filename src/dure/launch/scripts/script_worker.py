@@ -10,6 +10,7 @@ import signal
 import sys
 import threading
 import traceback
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -34,6 +35,8 @@ _kept: list[object] = []
 """Objects that the script leaves behind. A process group that is destroyed while the interpreter is alive joins its
 threads with the GIL held, which gloo's threads need too (5 of 11 plain DDP scripts hung so).
 """
+_closing: list[Callable[[], None]] = []
+"""Functions to call at the end of the script, of modules that observe it."""
 _INTERFACE_VARIABLES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "TP_SOCKET_IFNAME")
 _LOCAL_RANK_FLAGS = {"dash": "--local-rank", "underscore": "--local_rank"}
 
@@ -74,9 +77,6 @@ def main(job: ScriptJob, place: Place) -> int:
     _watch_collectives(losses)
     step = _count_steps(place.rank.rank, heartbeats, losses)
     close_records = None if job.records is None else record_steps(Path(job.records), job, place)
-    if job.observer is not None:
-        module, given = job.observer
-        close_records = importlib.import_module(module).begin(given, place)
     try:
         code = _run(job, place, losses)
     except BaseException as error:
@@ -89,8 +89,9 @@ def main(job: ScriptJob, place: Place) -> int:
         code = _fail_once(_told(error), place, step[0], losses, may_be_signal=has_own_handlers)
     if os.getpid() == pid:  # a process forked by the script gets here as well
         _note_end(place.rank.rank, heartbeats, step[0])
-        if close_records is not None:
-            close_records()
+        for close in (close_records, *_closing):
+            if close is not None:
+                close()
     return _leave_in_order(code, marker)
 
 
@@ -248,6 +249,9 @@ def _run(job: ScriptJob, place: Place, losses: _Losses) -> int:
     if flag is not None:
         arguments.insert(0, f"{flag}={place.rank.local_rank}")
     _be_as_python_begins()
+    if job.observer is not None:
+        module, given = job.observer
+        _closing.append(importlib.import_module(module).begin(given, place))
     sys.argv[1:] = arguments
     # a script that starts itself again by these words must not start all ranks again
     sys.orig_argv[:] = [sys.executable, *(["-m"] if job.is_module else []), job.script, *arguments]

@@ -1,6 +1,6 @@
 """Batches of several ranks, joined for one."""
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -18,10 +18,26 @@ class Batches:
 
     def __init__(self, folder: Path) -> None:
         self._ranks = read_recordings(folder)
+        self.seed = self._ranks[0].seed
+        keys = [loader.key for loader in self._ranks[0].loaders]
+        self._keys = [*keys, *(each.key for one in self._ranks[1:] for each in one.loaders if each.key not in keys)]
         self._fetches = [
-            {(fetch.loader, fetch.epoch, fetch.position): fetch for fetch in recording.fetches}
+            {
+                (self._keys.index(recording.loaders[fetch.loader].key), fetch.epoch, fetch.position): fetch
+                for fetch in recording.fetches
+            }
             for recording in self._ranks
         ]
+
+    def number_of(self, key: str, taken: Collection[int]) -> int:
+        """Return the number of the ranks' loader with a key, or else of the next one of the same data."""
+        if key in self._keys:
+            return self._keys.index(key)
+        data = key.rpartition(" ")[2]
+        for number, known in enumerate(self._keys):
+            if known.rpartition(" ")[2] == data and number not in taken:
+                return number
+        return len(self._keys) + len(taken)
 
     def length(self, data: int, own: int) -> int:
         """Return the length that a loader of a data set had on the recorded ranks."""

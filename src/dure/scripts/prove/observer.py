@@ -65,12 +65,14 @@ class Observer:
         self._pid = os.getpid()
         self.recording = Recording(rank=rank, world_size=world_size)
         self._batches = None if self._order.fed_from is None else Batches(Path(self._order.fed_from))
-        self._loaders: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
+        self._loaders: dict[str, int] = {}
         self._lines: weakref.WeakKeyDictionary[Any, str] = weakref.WeakKeyDictionary()
         self._data: list[Any] = []
         self._shapes: dict[int, Any] = {}
         """First batch of each loader."""
         self._passes: list[int] = []
+        self._since_backward: list[Fetch] = []
+        self._backwards_in_step = 0
         self._iterators: weakref.WeakKeyDictionary[Any, _Pass] = weakref.WeakKeyDictionary()
         self._models: list[nn.Module] = []
         self._optimizers: list[Any] = []
@@ -88,9 +90,11 @@ class Observer:
         from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
         from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-        torch.manual_seed(_SEED)
-        np.random.seed(_SEED)
-        random.seed(_SEED)
+        # each rank draws other numbers, as without us; one process draws those of rank 0 before its first batch
+        seed = int.from_bytes(os.urandom(4), "little") if self._batches is None else self._batches.seed
+        self.recording.seed = seed
+        _seed_everything(seed)
+        self._write_before_exit()
         if self._order.is_float64:
             self._compute_in_float64()
         if not self._order.has_dropout:
@@ -112,6 +116,17 @@ class Observer:
 
         torch.optim.Optimizer.__init__ = creating  # type: ignore[method-assign, assignment]
 
+    def _write_before_exit(self) -> None:
+        """Write the recording when the script ends by `os._exit`, too."""
+        leave = os._exit
+
+        def leaving(status: int) -> NoReturn:
+            self.write()
+            leave(status)
+
+        os._exit = leaving
+        self._leave = leave
+
     def write(self) -> None:
         """Write the recording."""
         if os.getpid() != self._pid:
@@ -119,6 +134,27 @@ class Observer:
         save(self.recording, recording_path(self._folder, self.recording.rank))
 
     # data
+
+    def _key_of(self, loader: Any) -> str:
+        """Return the place where a loader was made, and the number of its data set, which tells those of a function."""
+        return f"{self._lines.get(loader, '')} {self._number_of_data(loader.dataset)}"
+
+    def _number_of_loader(self, loader: Any) -> int:
+        """Return the number of a loader; one that is made again at the same place for the same data has it already.
+
+        One process takes that of the ranks, or of their next loader of the same data: some libraries make a second
+        loader, on several ranks only.
+        """
+        key = self._key_of(loader)
+        if key not in self._loaders:
+            number = len(self.recording.loaders)
+            if self._batches is not None:
+                number = self._batches.number_of(key, {*self._loaders.values()})
+            self._loaders[key] = number
+            while len(self.recording.loaders) <= number:
+                self.recording.loaders.append(self._described(loader, key))
+                self._passes.append(0)
+        return self._loaders[key]
 
     def _watch_loaders(self) -> None:
         create, length = DataLoader.__init__, DataLoader.__len__
@@ -148,17 +184,12 @@ class Observer:
         return len(self._data) - 1
 
     def _begin_pass(self, iterator: Any, loader: Any) -> None:
-        # by the first pass over their data: some libraries make a second loader, on several ranks only
-        if loader not in self._loaders:
-            self._loaders[loader] = len(self.recording.loaders)
-            self.recording.loaders.append(self._described(loader))
-            self._passes.append(0)
-        number = self._loaders[loader]
+        number = self._number_of_loader(loader)
         waiting = self._iterators[iterator].indices if iterator in self._iterators else deque[Any]()
         self._iterators[iterator] = _Pass(number, self._passes[number], waiting, loader.dataset)
         self._passes[number] += 1
 
-    def _described(self, loader: Any) -> Loader:
+    def _described(self, loader: Any, key: str) -> Loader:
         sampler: Any = getattr(loader, "sampler", None)
         name, data = type(sampler).__name__, loader.dataset
         is_shuffled = None
@@ -168,6 +199,7 @@ class Observer:
             is_shuffled = name == "RandomSampler"
         has_length = not isinstance(data, IterableDataset) and hasattr(data, "__len__")
         return Loader(
+            key=key,
             line=self._lines.get(loader, ""),
             num_samples=len(data) if has_length else None,
             is_part=isinstance(data, Subset),
@@ -193,6 +225,7 @@ class Observer:
         )
         run.position += 1
         self.recording.fetches.append(fetch)
+        self._since_backward.append(fetch)
         if self._batches is not None:
             joined = self._batches.joined(fetch)  # raises StopIteration where no rank had more
             if run.loader not in self._shapes:
@@ -227,9 +260,7 @@ class Observer:
         with torch.random.fork_rng(devices=()):
             try:
                 for _ in range(2):
-                    torch.manual_seed(_SEED)
-                    np.random.seed(_SEED)
-                    random.seed(_SEED)
+                    _seed_everything(_SEED)
                     found.append([digest for place in places for digest in digests([data[place]], 1)])
                     time.sleep(0.002)  # a clock has another time then
             except Exception:
@@ -313,21 +344,41 @@ class Observer:
     # steps
 
     def _note_loss(self, tensors: Any) -> None:
-        if os.getpid() != self._pid or self._is_over():
+        if os.getpid() != self._pid:
+            return
+        if self._is_over():
+            self._mark_trained()
             return
         if self._random_state is not None and _random_state() != self._random_state:
             self.recording.has_drawn = True
+        self._mark_trained()
+        self._backwards_in_step += bool(self._stepping)
         first = tensors if isinstance(tensors, Tensor) else None
         if first is not None and first.numel() == 1:
             self._losses.append(float(first.detach()))
         self._loss_lines.append(line_of_script())
 
+    def _mark_trained(self) -> None:
+        """Mark the batches from which this backward may come: the last one, and those of passes that go on."""
+        if not self._since_backward:
+            return
+        ended = {(each.loader, each.epoch) for each in self._since_backward if each.samples is None}
+        last = self._since_backward[-1]
+        for each in self._since_backward:
+            is_open = (each.loader, each.epoch) not in ended
+            each.is_trained = each.has_gradients and (is_open or each is last)
+        self._since_backward = [last] if last.samples is None else []
+
     def _before_step(self, optimizer: Any) -> None:
         self._stepping += 1
         if os.getpid() != self._pid or self._is_over():
             return
+        self._backwards_in_step = 0
+        self._gradients |= self._gradients_of(optimizer)
+
+    def _gradients_of(self, optimizer: Any) -> dict[str, Any]:
         names = self._names(optimizer)
-        self._gradients = {
+        return {
             names[id(parameter)]: whole(parameter.grad)
             for settings in optimizer.param_groups
             for parameter in settings["params"]
@@ -350,6 +401,8 @@ class Observer:
 
     def _record_step(self, optimizer: Any) -> None:
         names = self._names(optimizer)
+        if self._backwards_in_step:  # of a closure
+            self._gradients = self._gradients_of(optimizer)
         number = next(place for place, each in enumerate(self._optimizers) if each is optimizer)
         self.recording.steps.append(
             Step(
@@ -384,7 +437,7 @@ class Observer:
             time.sleep(0.01)
         sys.stdout.flush()
         sys.stderr.flush()
-        os._exit(0)
+        self._leave(0)
 
 
 class _Pass:
@@ -441,6 +494,12 @@ def digests(batch: Any, size: int) -> list[str]:
     if not leaves:
         rows = [[repr(batch).encode()]]
     return [hashlib.blake2b(b"".join(row), digest_size=8).hexdigest() for row in rows]
+
+
+def _seed_everything(seed: int) -> None:
+    torch.manual_seed(seed)
+    np.random.seed(seed)
+    random.seed(seed)
 
 
 def _is_rate(value: Any) -> bool:

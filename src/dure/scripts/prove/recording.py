@@ -59,6 +59,8 @@ class Fetch:
     """Number of the fetch within the pass."""
     has_gradients: bool
     """True if gradients were enabled, as they are in training."""
+    is_trained: bool = False
+    """True if a backward may come from it."""
     samples: list[Any] | None = None
     """Indices of its samples, or digests where a data set has none; None at the end of the data."""
     size: int = 0
@@ -73,6 +75,8 @@ class Fetch:
 class Loader:
     """A `DataLoader`."""
 
+    key: str
+    """Place where it was made, and the number of its data set, by which runs are compared."""
     line: str
     """Place in the script where it was made."""
     num_samples: int | None
@@ -115,6 +119,8 @@ class Recording:
 
     rank: int
     world_size: int
+    seed: int = 0
+    """Seed of all generators at the begin of the script."""
     loaders: list[Loader] = field(default_factory=list)
     fetches: list[Fetch] = field(default_factory=list)
     steps: list[Step] = field(default_factory=list)

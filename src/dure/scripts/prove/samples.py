@@ -11,10 +11,10 @@ from dure.scripts.prove.recording import Fetch, Loader, Recording
 
 def causes_in_samples(ranks: Sequence[Recording]) -> Iterator[Cause]:
     """Yield what is wrong with the samples that the ranks train on."""
-    for number, loader in enumerate(ranks[0].loaders):
-        passes = [_training_passes(recording, number) for recording in ranks]
+    for loader in ranks[0].loaders:
+        passes = _training_passes(ranks, loader.key)
         epochs = sorted(set().union(*(each.keys() for each in passes)))
-        if not epochs or not _have_same_data(ranks, number):
+        if not epochs or not _have_same_data(ranks, loader.key) or _draws_again(passes):
             continue
         shared = _shared_in_first_batches(passes, loader)
         if shared is not None:
@@ -30,17 +30,20 @@ def causes_in_samples(ranks: Sequence[Recording]) -> Iterator[Cause]:
 
 def notes_on_samples(ranks: Sequence[Recording]) -> Iterator[str]:
     """Yield notes on samples that are no fault."""
-    for number, loader in enumerate(ranks[0].loaders):
-        passes = [_training_passes(recording, number) for recording in ranks]
+    for loader in ranks[0].loaders:
+        passes = _training_passes(ranks, loader.key)
+        if not any(passes):
+            continue
+        if not _have_same_data(ranks, loader.key):
+            yield "each rank has data of its own, so which samples are used twice or never is not known"
+            continue
+        if _draws_again(passes):
+            yield f"{loader.sampler} draws samples with replacement, so none is expected once in an epoch"
+            continue
         for epoch in sorted(set().union(*(each.keys() for each in passes))):
-            fetches = [fetch for each in passes for fetch in each.get(epoch, [])]
-            if not _have_same_data(ranks, number):
-                yield "each rank has data of its own, so which samples are used twice or never is not known"
-                break
-            if not _is_complete([each.get(epoch, []) for each in passes]):
-                continue
-            twice = _seen_twice(fetches)
-            if twice and _pads(loader, len(twice), len(ranks)):
+            of_ranks = [each.get(epoch, []) for each in passes]
+            twice = _seen_twice([fetch for each in of_ranks for fetch in each])
+            if _is_complete(of_ranks) and twice and _pads(loader, len(twice), len(ranks)):
                 yield (
                     f"{len(twice)} sample{'s' * (len(twice) > 1)} of an epoch are used twice, because {loader.sampler} "
                     f"fills up the last batch of {loader.num_samples} samples for {len(ranks)} ranks"
@@ -48,22 +51,37 @@ def notes_on_samples(ranks: Sequence[Recording]) -> Iterator[str]:
                 break
 
 
-def _training_passes(recording: Recording, loader: int) -> dict[int, list[Fetch]]:
-    """Return the fetches of a loader for training, by pass; the end of a pass is a fetch without samples."""
-    passes: defaultdict[int, list[Fetch]] = defaultdict(list)
-    for fetch in recording.fetches:
-        if fetch.loader == loader and fetch.has_gradients:
-            passes[fetch.epoch].append(fetch)
-    return dict(passes)
+def _training_passes(ranks: Sequence[Recording], key: str) -> list[dict[int, list[Fetch]]]:
+    """Return for each rank the fetches of a loader for training, by pass.
+
+    The end of a pass is a fetch without samples. A pass from which no backward may come is one of an evaluation.
+    """
+    found = []
+    for recording in ranks:
+        passes: defaultdict[int, list[Fetch]] = defaultdict(list)
+        for fetch in recording.fetches:
+            if recording.loaders[fetch.loader].key == key:
+                passes[fetch.epoch].append(fetch)
+        trained = {epoch: fetches for epoch, fetches in passes.items() if any(each.is_trained for each in fetches)}
+        # by their order: a rank may evaluate in between, when others do not
+        found.append(dict(enumerate(trained[epoch] for epoch in sorted(trained))))
+    return found
 
 
-def _have_same_data(ranks: Sequence[Recording], loader: int) -> bool:
+def _have_same_data(ranks: Sequence[Recording], key: str) -> bool:
     """Return whether equal indices are equal samples on all ranks."""
-    loaders = [recording.loaders[loader] for recording in ranks if loader < len(recording.loaders)]
+    loaders = [loader for recording in ranks for loader in recording.loaders if loader.key == key]
+    if len(loaders) != len(ranks):
+        return False
     if any(each.is_part for each in loaders):
         return True
     repeatable = all(recording.is_repeatable is not False for recording in ranks)
-    return len(loaders) == len(ranks) and (not repeatable or all(each.probes == loaders[0].probes for each in loaders))
+    return not repeatable or all(each.probes == loaders[0].probes for each in loaders)
+
+
+def _draws_again(passes: Sequence[dict[int, list[Fetch]]]) -> bool:
+    """Return whether a rank by itself got a sample more than once in a pass, beyond one that fills up a batch."""
+    return any(len(_seen_twice(fetches)) > 1 for each in passes for fetches in each.values())
 
 
 def _samples(fetches: Sequence[Fetch]) -> list[Any]:
@@ -116,14 +134,15 @@ def _of_whole_epoch(of_ranks: Sequence[Sequence[Fetch]], loader: Loader, epoch: 
             cure="divide the samples with a torch.utils.data.DistributedSampler that all ranks seed alike",
             line=loader.line,
         )
-    if loader.num_samples is not None and not loader.is_part and all(isinstance(each, int) for each in seen):
+    if loader.num_samples is not None and all(isinstance(each, int) for each in seen):
+        num_missing = loader.num_samples - len(set(seen))
         missing = sorted(set(range(loader.num_samples)) - set(seen))
         most_left_out = max((fetch.size for fetch in fetches), default=1) * len(of_ranks)
-        if len(missing) >= most_left_out:
+        example = "" if loader.is_part or not missing else f", such as {missing[0]}"
+        if num_missing >= most_left_out:
             return Cause(
                 id="samples_never_seen",
-                what=f"{len(missing)} of {loader.num_samples} samples are used by no rank in epoch {epoch + 1}, such "
-                f"as {missing[0]}",
+                what=f"{num_missing} of {loader.num_samples} samples are used by no rank in epoch {epoch + 1}{example}",
                 cure="give every rank its own part of all samples: DistributedSampler(dataset) with the group's size",
                 line=loader.line,
             )

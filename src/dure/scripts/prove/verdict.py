@@ -11,7 +11,7 @@ from dure.scripts.prove.certificate import DIFFERS, EQUAL, UNPROVEN, Cause, Cert
 from dure.scripts.prove.recording import Recording, Step
 from dure.scripts.prove.samples import causes_in_samples, notes_on_samples
 
-TOLERANCES = {"float64": 1e-9, "float32": 2e-4}
+TOLERANCES = {"float64": 1e-9, "float32": 2e-4, "half": 5e-2}
 """Relative differences of gradients and weights that are rounding. Sums of float32 in another order differ by some
 1e-6 of the largest summand; an optimiser that divides by the gradient's size makes of it what is seen in the first
 steps of Adam, up to 1e-4."""
@@ -27,7 +27,7 @@ def judge(certificate: Certificate, ranks: Sequence[Recording], one: Recording |
         ranks: Recordings of all ranks.
         one: Recording of one process that was given the ranks' samples; None if there is none.
     """
-    certificate.tolerance = TOLERANCES[certificate.precision]
+    certificate.tolerance = TOLERANCES["half" if _has_halves(ranks) else certificate.precision]
     certificate.num_followed_steps = min(recording.num_steps for recording in ranks)
     certificate.notes += notes_on_samples(ranks)
     judgement = _Judgement(certificate, ranks, one)
@@ -149,7 +149,7 @@ class _Judgement:
             )
         if gradients.value > tolerance or set(steps[0].gradients) != set(alone.gradients):
             return self._other_gradients(number, steps, alone, gradients, sizes)
-        if weights.value > tolerance:
+        if weights.value > tolerance and self._has_size(steps[0], weights.name):
             return Cause(
                 id="other_update",
                 what=f"equal gradients change {weights.name} otherwise on {len(steps)} ranks than on one (by "
@@ -162,12 +162,19 @@ class _Judgement:
             return self._of_norms(number, buffers.name)
         return None
 
+    def _has_size(self, step: Step, name: str) -> bool:
+        """Return whether a weight's gradient is more than rounding, which Adam divides by its own size."""
+        if self._tolerance == TOLERANCES["float64"] or name not in step.gradients:
+            return True
+        largest = max(float(gradient.double().norm()) for gradient in step.gradients.values())
+        return float(step.gradients[name].double().norm()) > 1e-5 * largest
+
     def _optimizer_line(self, number: int) -> str:
         lines = self._ranks[0].optimizer_lines
         return lines[number] if number < len(lines) else ""
 
     def _sizes(self, recording: Recording, number: int) -> int:
-        return sum(fetch.size for fetch in recording.fetches if fetch.step == number and fetch.has_gradients)
+        return sum(fetch.size for fetch in recording.fetches if fetch.step == number and fetch.is_trained)
 
     def _not_averaged(self, number: int, steps: Sequence[Step], between: _Difference) -> Cause:
         for rank, step in enumerate(steps[1:], start=1):
@@ -303,6 +310,12 @@ class _Judgement:
             line=line,
             step=here,
         )
+
+
+def _has_halves(ranks: Sequence[Recording]) -> bool:
+    """Return whether weights are in half precision."""
+    first = ranks[0].steps[:1]
+    return any(weight.dtype in (torch.float16, torch.bfloat16) for step in first for weight in step.weights.values())
 
 
 def _largest_between(of_ranks: Sequence[Mapping[str, Tensor]]) -> _Difference:

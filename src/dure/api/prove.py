@@ -1,6 +1,7 @@
 """Proof that a script computes on several ranks what it computes on one: `dure prove`."""
 
 import json
+import re
 import shutil
 import tempfile
 from collections.abc import Iterator, Sequence
@@ -17,6 +18,10 @@ from dure.scripts.prove.certificate import Certificate
 if TYPE_CHECKING:
     from dure.scripts.prove.recording import Recording
 
+_OF_TYPES = re.compile(r"dtype|[Ss]calar type|Float|Double|Half|float|double|half")
+"""Words of errors that another precision may mend."""
+_LOGS = re.compile(r"; see logs/ in \S+")
+"""Hint at a folder that is removed."""
 _OBSERVER = "dure.scripts.prove.observer"
 """Module that each rank loads before the script."""
 
@@ -59,9 +64,9 @@ def prove(settings: ProofSettings, output: Path | None = None) -> Certificate:
             try:
                 ranks = proof.observed("ranks", precision)
                 break
-            except WorkerFailed:
-                if precision == precisions[-1]:
-                    raise
+            except WorkerFailed as error:
+                if precision == precisions[-1] or not _OF_TYPES.search(str(error)):
+                    raise WorkerFailed(_LOGS.sub("", str(error)), error.exit_code) from None
         certificate = Certificate(
             script=settings.script, arguments=list(settings.arguments), nproc=settings.nproc, precision=precision
         )

@@ -80,7 +80,7 @@ class FetchHooks:
 def take_part_in_fetches(hooks: FetchHooks) -> None:
     """Call functions around and in the place of the fetches of every `DataLoader`."""
     kind = importlib.import_module("torch.utils.data.dataloader")._BaseDataLoaderIter
-    begin, next_index, fetch = kind.__init__, kind._next_index, kind.__next__
+    begin, next_index, fetch, reset = kind.__init__, kind._next_index, kind.__next__, kind._reset
 
     @functools.wraps(begin)
     def beginning(self: Any, loader: Any, *args: Any, **settings: Any) -> None:
@@ -97,7 +97,13 @@ def take_part_in_fetches(hooks: FetchHooks) -> None:
     def fetching(self: Any) -> Any:
         return hooks.fetch(self, functools.partial(fetch, self))
 
-    kind.__init__, kind._next_index, kind.__next__ = beginning, indexing, fetching
+    @functools.wraps(reset)
+    def resetting(self: Any, loader: Any, first_iter: bool = False) -> None:
+        reset(self, loader, first_iter)
+        if not first_iter:  # an iterator with persistent workers begins again
+            hooks.begin(self, loader)
+
+    kind.__init__, kind._next_index, kind.__next__, kind._reset = beginning, indexing, fetching, resetting
 
 
 def num_workers_of(iterator: Any) -> int:

@@ -1,6 +1,9 @@
 """Script that trains a small model on several ranks, rightly or with one of many mistakes (`script.py VARIANT`)."""
 
+import os
+import random
 import sys
+import warnings
 from contextlib import nullcontext
 from typing import Any
 
@@ -9,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils.data import DataLoader, Dataset, DistributedSampler, Subset, TensorDataset
+from torch.utils.data import DataLoader, Dataset, DistributedSampler, Subset, TensorDataset, WeightedRandomSampler
 
 VARIANT = sys.argv[1]
 SAMPLES = {"uneven": 42, "padded": 41}.get(VARIANT, 40)
@@ -52,9 +55,23 @@ def loader_of(samples: Dataset[Any]) -> tuple[DataLoader[Any], DistributedSample
     if VARIANT == "half the data":
         sampler = DistributedSampler(samples, num_replicas=2 * dist.get_world_size(), rank=dist.get_rank())
         return DataLoader(samples, batch_size=BATCH, sampler=sampler), sampler
+    if VARIANT == "shuffled list":
+        order = list(range(SAMPLES))
+        random.shuffle(order)
+        return DataLoader(Subset(samples, order[dist.get_rank() :: dist.get_world_size()]), batch_size=BATCH), None
+    if VARIANT == "drawn with replacement":
+        weighted = WeightedRandomSampler([1.0] * SAMPLES, SAMPLES // 2)
+        return DataLoader(samples, batch_size=BATCH, sampler=weighted), None
+    if VARIANT == "half a part":
+        samples = Subset(samples, range(SAMPLES))
+        sampler = DistributedSampler(samples, num_replicas=2 * dist.get_world_size(), rank=dist.get_rank())
+        return DataLoader(samples, BATCH, sampler=sampler), sampler
     sampler = DistributedSampler(samples)
-    workers = 2 if VARIANT == "loader workers" else 0
-    return DataLoader(samples, batch_size=BATCH, sampler=sampler, num_workers=workers), sampler
+    workers = 2 if "workers" in VARIANT else 0
+    loader = DataLoader(
+        samples, batch_size=BATCH, sampler=sampler, num_workers=workers, persistent_workers="persistent" in VARIANT
+    )
+    return loader, sampler
 
 
 def loss_of(model: nn.Module, batch: Any) -> Tensor:
@@ -69,6 +86,19 @@ def loss_of(model: nn.Module, batch: Any) -> Tensor:
     if VARIANT == "sum divided twice":
         return functional.mse_loss(out, y) / dist.get_world_size()
     return functional.mse_loss(out, y)
+
+
+def evaluated(model: nn.Module, *, in_loop: bool) -> None:
+    model.eval()
+    loader = DataLoader(data(), batch_size=8)
+    if in_loop:
+        for batch in loader:
+            with torch.no_grad():
+                print(loss_of(model, batch).item())
+    else:
+        with torch.no_grad():
+            print(sum(loss_of(model, batch).item() for batch in loader))
+    model.train()
 
 
 def main() -> None:
@@ -86,13 +116,24 @@ def main() -> None:
     optimizer: Any = torch.optim.SGD(parameters, lr=rate, momentum=0.9)
     if VARIANT == "adam":
         optimizer = torch.optim.AdamW(parameters, lr=rate)
-    loader, sampler = loader_of(data())
+    if VARIANT == "wrapped optimiser":
+        with warnings.catch_warnings(action="ignore"):  # it compiles by a deprecated way
+            from torch.distributed.optim import ZeroRedundancyOptimizer
+        optimizer = ZeroRedundancyOptimizer(parameters, torch.optim.SGD, lr=rate, momentum=0.9)
+    if VARIANT == "evaluated first by rank 0" and dist.get_rank() == 0:
+        evaluated(model, in_loop=True)
+    if VARIANT == "looked at a batch":
+        next(iter(DataLoader(data(), batch_size=BATCH)))
+    samples = data()
+    loader, sampler = loader_of(samples)
     schedule = (
         torch.optim.lr_scheduler.OneCycleLR(optimizer, rate, EPOCHS * len(loader)) if VARIANT == "schedule" else None
     )
     every = 2 if "accumulated" in VARIANT else 1
     for epoch in range(EPOCHS):
-        if sampler is not None and VARIANT != "no epoch":
+        if VARIANT == "loaders made again, no epoch":
+            loader = DataLoader(samples, batch_size=BATCH, sampler=DistributedSampler(samples))
+        elif sampler is not None and VARIANT != "no epoch":
             sampler.set_epoch(epoch)
         for number, batch in enumerate(loader):
             is_last = (number + 1) % every == 0
@@ -118,11 +159,10 @@ def main() -> None:
             if VARIANT == "rank 0 steps on" and dist.get_rank() == 0:
                 with torch.no_grad():
                     model.last.bias += 0.1
-        if VARIANT == "evaluated":
-            model.eval()
-            with torch.no_grad():
-                print(sum(loss_of(model, batch).item() for batch in DataLoader(data(), batch_size=8)))
-            model.train()
+        if VARIANT in ("evaluated", "evaluated in a loop"):
+            evaluated(model, in_loop=VARIANT == "evaluated in a loop")
+    if VARIANT == "left at once":
+        os._exit(0)
     dist.destroy_process_group()
 
 

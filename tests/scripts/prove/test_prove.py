@@ -27,7 +27,8 @@ def line_of(text: str) -> int:
     "variant",
     [
         "right", "adam", "by hand", "accumulated", "accumulated without division", "padded", "uneven", "evaluated",
-        "schedule", "seed by rank", "dropout", "loader workers",
+        "schedule", "seed by rank", "dropout", "persistent workers", "evaluated in a loop", "evaluated first by rank 0",
+        "looked at a batch", "wrapped optimiser", "drawn with replacement", "left at once",
     ],
 )  # fmt: skip
 def test_script_when_it_is_right_then_it_is_equal(variant: str) -> None:
@@ -45,7 +46,10 @@ def test_script_when_it_is_right_then_it_is_equal(variant: str) -> None:
         ("no sampler", "same_samples_on_all_ranks", "return DataLoader(samples, batch_size=BATCH), None"),
         ("shuffled by each rank", "samples_seen_twice", "shuffle=True), None"),
         ("half the data", "samples_never_seen", "sampler=sampler), sampler"),
-        ("no epoch", "same_order_every_epoch", "sampler=sampler, num_workers"),
+        ("half a part", "samples_never_seen", "DataLoader(samples, BATCH,"),
+        ("shuffled list", "samples_seen_twice", "order[dist.get_rank()"),
+        ("loaders made again, no epoch", "same_order_every_epoch", "sampler=DistributedSampler(samples))"),
+        ("no epoch", "same_order_every_epoch", "loader = DataLoader("),
         ("weighted mean", "mean_of_means", "backward()"),
         ("contrastive", "mean_of_means", "backward()"),
         ("uneven shares", "mean_of_means", "backward()"),

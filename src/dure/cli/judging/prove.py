@@ -110,7 +110,9 @@ def _lines(found: "Certificate", output: Path) -> Iterator["RenderableType"]:
             yield styled(f"  at {cause.line}", overflow="fold")
         yield Hanging(joined(("  cure: ", "bold"), cause.cure))
     yield ""
-    if found.steps:
+    if found.verdict == "unproven":
+        yield styled(f"  {len(found.steps)} steps of the ranks compared with each other", "dim")
+    elif found.steps:
         worst = max(found.steps, key=lambda step: max(step.gradients, step.weights))
         yield styled(
             f"  {len(found.steps)} steps compared in {found.precision}; largest relative difference: gradients "

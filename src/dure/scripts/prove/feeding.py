@@ -30,14 +30,10 @@ class Batches:
         ]
 
     def number_of(self, key: str, taken: Collection[int]) -> int:
-        """Return the number of the ranks' loader with a key, or else of the next one of the same data."""
+        """Return the number of the ranks' loader with a key, or else of their next one."""
         if key in self._keys:
             return self._keys.index(key)
-        data = key.rpartition(" ")[2]
-        for number, known in enumerate(self._keys):
-            if known.rpartition(" ")[2] == data and number not in taken:
-                return number
-        return len(self._keys) + len(taken)
+        return next(number for number in range(len(self._keys) + len(taken) + 1) if number not in taken)
 
     def length(self, data: int, own: int) -> int:
         """Return the length that a loader of a data set had on the recorded ranks."""
@@ -57,10 +53,10 @@ class Batches:
             raise StopIteration
         wanted.samples = [sample for fetch in there for sample in fetch.samples or ()]
         wanted.size = sum(fetch.size for fetch in there)
-        batches = [fetch.batch for fetch in there if fetch.batch is not None]
-        if not batches:
+        kept = [fetch for fetch in there if fetch.batch is not None]
+        if not kept:
             raise CannotJoin("the ranks fetched less for the compared steps than one process does")
-        return join(batches)
+        return join([fetch.batch for fetch in kept], [len(fetch.samples or ()) for fetch in kept])
 
     def give_weights(self, number: int, tensors: dict[str, Tensor]) -> None:
         """Set the weights and buffers of a model to those of the first recorded rank at its first call."""
@@ -84,8 +80,12 @@ def read_recordings(folder: Path) -> list[Recording]:
     return [load(recording_path(folder, number)) for number in numbers]
 
 
-def join(batches: list[Any]) -> Any:
+def join(batches: list[Any], counts: list[int]) -> Any:
     """Return one batch of the samples of several.
+
+    Args:
+        batches: Batches in plain containers.
+        counts: Samples of each.
 
     Raises:
         CannotJoin: They do not fit each other.
@@ -94,31 +94,48 @@ def join(batches: list[Any]) -> Any:
         return batches[0]
     first = batches[0]
     if isinstance(first, Tensor):
-        return _joined_tensors(batches)
+        return _joined_tensors(batches, counts)
     if isinstance(first, dict):
         if any(set(each) != set(first) for each in batches):
             raise CannotJoin("batches with other keys on each rank")
-        return {key: join([each[key] for each in batches]) for key in first}
+        return {key: join([each[key] for each in batches], counts) for key in first}
     if isinstance(first, list | tuple):
-        if any(len(each) != len(first) for each in batches) or not _has_tensors(first):
+        if _is_by_sample(batches, counts):
             merged = [item for each in batches for item in each]
         else:
-            merged = [join(list(parts)) for parts in zip(*batches, strict=True)]
+            merged = [join(list(parts), counts) for parts in zip(*batches, strict=True)]
         return merged if isinstance(first, list) else tuple(merged)
     if all(each == first for each in batches):
         return first
     raise CannotJoin(f"batches with values of {type(first).__name__}, which are not the same on all ranks")
 
 
-def _joined_tensors(tensors: list[Tensor]) -> Tensor:
+def _is_by_sample(batches: list[Any], counts: list[int]) -> bool:
+    """Return whether sequences have an item for each sample, and not for each part of a sample."""
+    if any(len(each) != len(batches[0]) for each in batches) or not _has_tensors(batches[0]):
+        return True
+    is_as_long = all(len(each) == count for each, count in zip(batches, counts, strict=True))
+    has_dimension = all(
+        isinstance(item, Tensor) and item.dim() and count in item.shape[:2]
+        for each, count in zip(batches, counts, strict=True)
+        for item in each
+    )
+    return is_as_long and not has_dimension
+
+
+def _joined_tensors(tensors: list[Tensor], counts: list[int]) -> Tensor:
     first = tensors[0]
     if not first.dim():
         if all(torch.equal(each, first) for each in tensors):
             return first
         raise CannotJoin("batches with single numbers, which are not the same on all ranks")
-    if any(each.shape[1:] != first.shape[1:] for each in tensors):
-        raise CannotJoin(f"tensors of shapes {', '.join(str(tuple(each.shape)) for each in tensors)}")
-    return torch.cat(tensors)
+    for dimension in range(min(2, first.dim())):
+        is_batch = all(each.shape[dimension] == count for each, count in zip(tensors, counts, strict=True))
+        rest = {each.shape[:dimension] + each.shape[dimension + 1 :] for each in tensors}
+        if is_batch and len(rest) == 1:
+            return torch.cat(tensors, dimension)
+    shapes = ", ".join(str(tuple(each.shape)) for each in tensors)
+    raise CannotJoin(f"tensors of shapes {shapes} for {', '.join(map(str, counts))} samples")
 
 
 def _has_tensors(found: Any) -> bool:

@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 from torch.utils.data import DataLoader, IterableDataset, Subset
 
+from dure.errors import Misuse
 from dure.process.context import Place
 from dure.scripts.prove.feeding import Batches, shaped
 from dure.scripts.prove.recording import (
@@ -68,6 +69,7 @@ class Observer:
         self._loaders: dict[str, int] = {}
         self._lines: weakref.WeakKeyDictionary[Any, str] = weakref.WeakKeyDictionary()
         self._data: list[Any] = []
+        self._data_by_line: dict[str, list[Any]] = {}
         self._shapes: dict[int, Any] = {}
         """First batch of each loader."""
         self._passes: list[int] = []
@@ -99,6 +101,7 @@ class Observer:
             self._compute_in_float64()
         if not self._order.has_dropout:
             _leave_out_dropout()
+        torch.multiprocessing.spawn = _refuse_to_spawn
         self._watch_loaders()
         take_part_in_fetches(FetchHooks(self._begin_pass, self._index, self._fetch))
         observe_backwards(self._note_loss, lambda: None)
@@ -136,8 +139,16 @@ class Observer:
     # data
 
     def _key_of(self, loader: Any) -> str:
-        """Return the place where a loader was made, and the number of its data set, which tells those of a function."""
-        return f"{self._lines.get(loader, '')} {self._number_of_data(loader.dataset)}"
+        """Return the place where a loader was made, and the number of its data set among those of this place.
+
+        A function may make loaders of several data sets, and a rank may make loaders that others do not.
+        """
+        line = self._lines.get(loader, "")
+        here = self._data_by_line.setdefault(line, [])
+        if all(loader.dataset is not each for each in here):
+            here.append(loader.dataset)
+        number = next(place for place, each in enumerate(here) if each is loader.dataset)
+        return f"{line} {number}"
 
     def _number_of_loader(self, loader: Any) -> int:
         """Return the number of a loader; one that is made again at the same place for the same data has it already.
@@ -163,6 +174,8 @@ class Observer:
         def creating(loader: Any, *args: Any, **settings: Any) -> None:
             self._lines.setdefault(loader, line_of_script())
             create(loader, *args, **settings)
+            self._number_of_data(loader.dataset)
+            self._key_of(loader)  # by creation: ranks may begin to read in another order
 
         @functools.wraps(length)
         def measuring(loader: Any) -> int:
@@ -185,7 +198,9 @@ class Observer:
 
     def _begin_pass(self, iterator: Any, loader: Any) -> None:
         number = self._number_of_loader(loader)
-        waiting = self._iterators[iterator].indices if iterator in self._iterators else deque[Any]()
+        before = self._iterators.get(iterator)
+        # work that loader processes were given while the iterator was made
+        waiting = before.indices if before is not None and before.loader < 0 else deque[Any]()
         self._iterators[iterator] = _Pass(number, self._passes[number], waiting, loader.dataset)
         self._passes[number] += 1
 
@@ -496,6 +511,13 @@ def digests(batch: Any, size: int) -> list[str]:
     return [hashlib.blake2b(b"".join(row), digest_size=8).hexdigest() for row in rows]
 
 
+def _refuse_to_spawn(*_: Any, **__: Any) -> NoReturn:
+    raise Misuse(
+        "the script starts its ranks by itself (torch.multiprocessing.spawn), which are not seen: let it take the rank "
+        "from RANK and WORLD_SIZE, as under torchrun"
+    )
+
+
 def _seed_everything(seed: int) -> None:
     torch.manual_seed(seed)
     np.random.seed(seed)
@@ -517,8 +539,9 @@ def _is_floating(value: Any) -> bool:
     return isinstance(value, Tensor) and value.is_floating_point()
 
 
-def _random_state() -> tuple[bytes, ...]:
-    return (torch.get_rng_state().numpy().tobytes(),)
+def _random_state() -> tuple[Any, ...]:
+    numbers: Any = np.random.get_state()
+    return torch.get_rng_state().numpy().tobytes(), numbers[1].tobytes(), numbers[2], random.getstate()
 
 
 def _leave_out_dropout() -> None:

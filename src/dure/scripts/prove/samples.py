@@ -62,10 +62,19 @@ def _training_passes(ranks: Sequence[Recording], key: str) -> list[dict[int, lis
         for fetch in recording.fetches:
             if recording.loaders[fetch.loader].key == key:
                 passes[fetch.epoch].append(fetch)
-        trained = {epoch: fetches for epoch, fetches in passes.items() if any(each.is_trained for each in fetches)}
+        trained = {
+            epoch: fetches
+            for epoch, fetches in passes.items()
+            if any(each.is_trained for each in fetches) and not _is_look(fetches, recording)
+        }
         # by their order: a rank may evaluate in between, when others do not
         found.append(dict(enumerate(trained[epoch] for epoch in sorted(trained))))
     return found
+
+
+def _is_look(fetches: Sequence[Fetch], recording: Recording) -> bool:
+    """Return whether a pass is one batch that a script looks at, as for its shape, before it trains on others."""
+    return len(fetches) == 1 and fetches[0].samples is not None and recording.num_steps > fetches[0].step + 1
 
 
 def _have_same_data(ranks: Sequence[Recording], key: str) -> bool:
@@ -156,6 +165,8 @@ def _of_order(passes: Sequence[dict[int, list[Fetch]]], loader: Loader, epochs: 
         if not all(common) or max(common) < 4:
             continue
         is_same = all(first[:n] == second[:n] for (first, second), n in zip(orders, common, strict=True))
+        if loader.num_samples is None:  # a stream may have one order
+            continue
         is_sorted = all(first == sorted(first, key=_as_number) for first, _ in orders)
         if is_same and not is_sorted and loader.is_shuffled is not False:
             yield Cause(

@@ -39,11 +39,12 @@ GPU_PLATFORMS := $(foreach glibc,2_28 2_27 2_17 2_12,manylinux_$(glibc)_x86_64) 
 GPU_PACKAGES := annotated-types attrs cyclopts docstring-parser markdown-it-py mdurl nvidia-ml-py psutil pydantic \
 	pydantic-core pygments rich rich-rst safetensors typing-extensions typing-inspection xxhash
 
+LOGGERS_VENV ?= .venv-loggers
 CLUSTER_VENV ?= .venv-cluster
 CLUSTER_PACKAGES := slurmctld slurmd slurm-client munge openmpi-bin
 CLUSTER_PROGRAMS := munged slurmctld slurmd srun mpirun
 
-.PHONY: help demo test check format lint types floors slow faults hosts zoo simulated browser cluster gpu-wheels gpu-check bench soak campaign clean
+.PHONY: help demo test check format lint types floors slow faults hosts zoo simulated browser loggers cluster gpu-wheels gpu-check bench soak campaign clean
 .DELETE_ON_ERROR:
 
 help: ## show these targets
@@ -82,6 +83,9 @@ browser: $(VENV)/.dure-browser ## open the page of a run in Chromium, which is i
 	command -v chromium >/dev/null || apt-get install -y chromium
 	$(PY) -m pytest -m browser tests/report $(PYTEST_ARGS)
 
+loggers: $(LOGGERS_VENV)/.dure-loggers ## hand runs over to a real MLflow server and to W&B's client, which are installed first
+	$(LOGGERS_VENV)/bin/python -m pytest -m loggers tests/tracking $(PYTEST_ARGS)
+
 simulated: $(DEV) ## run the tests on simulated CUDA devices, which are compiled with g++ first
 	$(PY) -m pytest $(FOUR) -m "simulated and not zoo" tests/simulated_cuda $(PYTEST_ARGS)
 
@@ -115,7 +119,7 @@ campaign: $(DEV) ## disturb 300 runs, each with a random fault, and see whether 
 	$(PY) benchmarks/campaign.py
 
 clean: ## remove the environment, caches and builds; runs stay
-	rm -rf $(VENV) $(CLUSTER_VENV) .mypy_cache .pytest_cache .ruff_cache .import_linter_cache .hypothesis build dist
+	rm -rf $(VENV) $(CLUSTER_VENV) $(LOGGERS_VENV) .mypy_cache .pytest_cache .ruff_cache .import_linter_cache .hypothesis build dist
 	find src tests examples benchmarks -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # pip and not python is the target: a venv that could not get pip is no venv
@@ -148,6 +152,13 @@ $(CLUSTER_VENV)/.dure-cluster: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(CLUSTER_VENV)
 	@echo "installing into $(CLUSTER_VENV) (torch and Ray are large: this can take minutes, and says nothing)"
 	$(CLUSTER_VENV)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[cluster]'
+	@touch $@
+
+# an environment of its own: MLflow's server brings seventy packages that nothing else needs
+$(LOGGERS_VENV)/.dure-loggers: pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(LOGGERS_VENV)
+	@echo "installing into $(LOGGERS_VENV) (torch and MLflow are large: this can take minutes, and says nothing)"
+	$(LOGGERS_VENV)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[loggers]' pytest pytest-timeout
 	@touch $@
 
 $(VENV)/.dure-zoo: $(DEV)

@@ -27,6 +27,7 @@ from dure.report.summary import summarise
 from dure.spec import ResolvedSpec, RunSpec, flag_name, with_own_names
 from dure.strategies.table import STRATEGIES
 from dure.terminal import print_status
+from dure.tracking.start import followed
 
 
 def with_world_size(settings: dict[str, Any], launched: Launched) -> dict[str, Any]:
@@ -96,6 +97,7 @@ def train_under_launcher(
     asked = facts_to_agree_on(spec, is_resumed=resume is not None, is_auto=is_auto, is_launched=True)
     with (
         run.lock() if rank.rank == 0 else nullcontext(),
+        followed(run, spec.trackers if rank.rank == 0 else ()),
         variables(rank.to_environment() | interface_variables(interface)),  # torchrun's, which user code reads
     ):
         return _judge_own_rank(run, spec, main(TrainJob(run=str(run.path), asked=asked), place), rank)

@@ -111,6 +111,7 @@ def notes_on(run: RunDir, spec: RunSpec, nodes: Nodes, *, max_restarts: int) -> 
         max_restarts=max_restarts,
         global_batch_size=spec.global_batch_size,
         is_quiet=spec.quiet,
+        trackers=spec.trackers,
     )
 
 

@@ -31,6 +31,7 @@ from dure.records.run_dir import RunDir
 from dure.records.step_record import RunSummary
 from dure.spec import NODE_FIELDS, ResolvedSpec, RunSpec
 from dure.strategies.table import STRATEGIES
+from dure.tracking.start import followed
 from dure.training.task.given_task import given_task
 
 _MAY_DIFFER = (*NODE_FIELDS, "task", "threads", "runs_dir", "faults", "quiet", "start", "hang_after", "trust_task")
@@ -160,6 +161,8 @@ def train_on_hosts(
             failover = _failover(notes, several, facts, held)
         if nodes.folder is None:
             nodes.gather(None)  # node 0 has written the spec, which the ranks read
+        if nodes.is_leader:
+            held.enter_context(followed(run, spec.trackers, is_elastic=nodes.is_elastic))
         outcome = start_workers(notes, spec, TrainJob(run=str(run.path)), until=held, failover=failover)
         is_own = nodes.is_leader and (nodes.lease is None or not nodes.lease.is_taken())
         if nodes.lease is not None and is_own:
@@ -203,6 +206,7 @@ def _failover(notes: Notes, several: NodeSettings, facts: dict[str, Any], held: 
     def lead() -> None:
         with suppress(RunInvalid):  # a frozen leader may still hold the lock, but writes nothing any more
             held.enter_context(run.lock())
+        held.enter_context(followed(run, notes.trackers, is_elastic=True))
 
     return LeaderFailover(
         join=about(several, nodes.me, facts),

@@ -14,6 +14,7 @@ from dure.spec import RunSpec
 from dure.strategies.contract.abilities import faults_of_model, faults_of_optimizer
 from dure.strategies.contract.precision import fault_of_precision
 from dure.strategies.table import STRATEGIES, load_strategy
+from dure.tracking.tracker import check_packages
 from dure.training.fault_injection import read_faults
 from dure.training.session.task_products import refuse_lazy
 from dure.training.task.given_task import given_task, task_class
@@ -28,6 +29,7 @@ def check_before_start(spec: RunSpec, launched: Launched | None = None) -> None:
         SpecInvalid: Settings are invalid, or the strategy does not support the model.
         EnvironmentLacks: A requested device is not available, or the strategy of a package cannot be imported.
     """
+    check_packages(spec.trackers)
     if spec.strategy not in STRATEGIES.own:
         load_strategy(spec.strategy)
     num_here = spec.nproc if launched is None else min(spec.num_devices, launched.rank.local_world_size)

@@ -120,6 +120,8 @@ class Notes:
     max_restarts: int
     global_batch_size: int | None = None
     is_quiet: bool = False
+    trackers: tuple[str, ...] = ()
+    """Names of the experiment trackers to which the run is handed over."""
     needs_records: bool = True
     """False if the run goes on without its records: a script has its own, and its end is what its user must see."""
 

@@ -14,6 +14,9 @@ VERSION = 1
 PARTS = ("data", "forward_backward", "sync", "optimizer")
 """Measured parts of a step in their order, each with a field `<part>_seconds`; what they leave of it is `other`."""
 
+RATES = "learning_rate"
+"""Measurement of a step with its learning rate; those of further parameter groups are `learning_rate.1` and so on."""
+
 
 class StepRecord(NamedTuple):
     """One optimiser step as recorded by one rank: a line of `rank<r>.jsonl`.

@@ -230,6 +230,21 @@ class _Hosts(_Group):
     allow_public_address: bool = Field(False, description="meet at a public address, without encryption")
 
 
+TRACKERS = ("mlflow", "wandb", "tensorboard")
+"""Names of experiment trackers to which a run can be handed over."""
+
+
+def _as_list_text(value: Any) -> Any:
+    return ",".join(map(str, value)) if isinstance(value, list | tuple) else value
+
+
+def _known_trackers(value: str | None) -> str | None:
+    names = [name.strip() for name in (value or "").split(",")]
+    if value is not None and not {*names} <= {*TRACKERS}:
+        raise ValueError(f"it must be one or several of {', '.join(TRACKERS)}")
+    return None if value is None else ",".join(dict.fromkeys(names))
+
+
 class _Place(_Group):
     """Settings of the run's location, and of the output."""
 
@@ -242,6 +257,9 @@ class _Place(_Group):
     share_run: bool = Field(False, description="let others read the run's folder as far as the umask does")
     record_samples: bool = Field(False, description="write the data indices of every step into the records")
     tensorboard: bool = Field(False, description="write TensorBoard scalars into the run folder")
+    log: Annotated[str | None, BeforeValidator(_as_list_text), AfterValidator(_known_trackers)] = Field(
+        None, description="hand the run over to its trackers as it goes: mlflow, wandb, or both: mlflow,wandb"
+    )
     quiet: Annotated[bool, Everyday] = Field(
         False, description="no progress, and no table at the end of training; errors only"
     )
@@ -264,6 +282,12 @@ class RunSpec(_Place, _Hosts, _Failures, _Tables, _Evaluation, _Execution, _Iden
         """Return all settings as plain JSON values, with the strategy's name before its options: `fsdp.units`."""
         settings = self.model_dump(mode="json", exclude={*exclude, *OPTIONS_FIELDS})
         return without_tables(settings) | {f"{self.strategy}.{name}": value for name, value in self.options.items()}
+
+    @property
+    def trackers(self) -> tuple[str, ...]:
+        """Names of the experiment trackers to which the run is handed over."""
+        names = [*(self.log.split(",") if self.log else []), *(["tensorboard"] if self.tensorboard else [])]
+        return tuple(dict.fromkeys(names))
 
     def setting(self, name: str) -> Any:
         """Return the value of a setting by its name, such as `checkpoint.keep` for one in a table."""
@@ -456,6 +480,8 @@ def requirement(name: str) -> str:
         return "1 to 64 letters, digits, '.', '_' or '-', the first a letter or digit"
     if name == "nnodes":
         return "a whole number above 0, or the fewest and the most, as 1:4"
+    if name == "log":
+        return f"one or several of {', '.join(TRACKERS)}, separated by commas"
     return requirement_of(field_of(name))
 
 

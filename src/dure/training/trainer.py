@@ -13,7 +13,7 @@ from dure.measure.operations import BackwardOperations
 from dure.records import events
 from dure.records.full_disk import SPACE_WAIT
 from dure.records.run_dir import RunDir
-from dure.records.step_record import Metric, StepRecord
+from dure.records.step_record import RATES, Metric, StepRecord
 from dure.records.step_writer import RecordWriter
 from dure.strategies.contract.abilities import lost_shares
 from dure.strategies.contract.step_facts import LostShare, Requests
@@ -40,7 +40,9 @@ from dure.training.session.session import Session, check_parts, check_sync_batch
 from dure.training.session.stop_request import StopSignals
 from dure.training.state_changes import StateChanges
 from dure.training.step_samples import RankBatch
-from dure.training.tensorboard import Scalars
+
+_MOST_RATES = 8
+"""Number of parameter groups whose learning rates are recorded."""
 
 Answer = TypeVar("Answer")
 
@@ -138,9 +140,6 @@ class Trainer:
                 is_relayed_live=session.place.has_live_line,
             )
             resources.callback(self.progress.close)
-            self.scalars = Scalars(self.run.path / "tensorboard") if spec.tensorboard and self.is_first else None
-            if self.scalars is not None:
-                resources.callback(self.scalars.close)
             schedule, set_by_schedule = asked_schedule(session, asked)
             self.changes.set_by_schedule(set_by_schedule)
             if session.data_state is not None:
@@ -315,7 +314,7 @@ class Trainer:
     def _note(self, outcomes: list[StepOutcome]) -> Requests:
         requests = Requests()
         for outcome in outcomes:
-            record = outcome.record
+            record = self._with_rates(outcome.record)
             self.writer.write(record)
             self.position.loss_sum += record.loss_sum
             self.position.loss_count += record.loss_count
@@ -324,15 +323,16 @@ class Trainer:
                 self.memory.note(record.wall_seconds)
             if outcome.skipped is not None:
                 self._print_skipped(record.step, outcome.skipped)
-            if self.scalars is not None:
-                self._write_scalars(record)
             requests = outcome.requests
         return requests
 
-    def _write_scalars(self, record: StepRecord) -> None:
-        assert self.scalars is not None
-        rate = float(self.session.strategy.optimizer.param_groups[0]["lr"])
-        self.scalars.step(record, rate, self.session.spec.global_batch_size)
+    def _with_rates(self, record: StepRecord) -> StepRecord:
+        """Return a record with the learning rates, if the run is handed over to a tracker, which shows them."""
+        if not (self.is_first and self.session.spec.trackers):
+            return record
+        groups = self.session.strategy.optimizer.param_groups[:_MOST_RATES]
+        rates = {f"{RATES}.{index}" if index else RATES: float(group["lr"]) for index, group in enumerate(groups)}
+        return record._replace(measured={**(record.measured or {}), **rates})
 
     def _requests(self) -> Requests:
         is_asking = self.checkpointer.is_asking()
@@ -469,8 +469,6 @@ class Trainer:
             )
         )
         self.progress.evaluated(metrics, epochs, train_loss)
-        if self.scalars is not None:
-            self.scalars.evaluated(metrics, position.step)
         position.loss_sum = position.loss_count = 0.0
         position.evaluated_samples, self.last_metrics, self.last_evaluation_time = position.samples_seen, metrics, now
         if is_best:

@@ -157,8 +157,9 @@ $(CLUSTER_VENV)/.dure-cluster: pyproject.toml constraints.txt
 # an environment of its own: MLflow's server brings seventy packages that nothing else needs
 $(LOGGERS_VENV)/.dure-loggers: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(LOGGERS_VENV)
+	@grep -v '^pyarrow==' constraints.txt >$(LOGGERS_VENV)/constraints.txt # MLflow does not take the newest one yet
 	@echo "installing into $(LOGGERS_VENV) (torch and MLflow are large: this can take minutes, and says nothing)"
-	$(LOGGERS_VENV)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[loggers]' pytest pytest-timeout
+	$(LOGGERS_VENV)/bin/python -m pip install --quiet --disable-pip-version-check -c $(LOGGERS_VENV)/constraints.txt -e '.[loggers]' pytest pytest-timeout
 	@touch $@
 
 $(VENV)/.dure-zoo: $(DEV)

@@ -6,7 +6,17 @@ from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 
-from dure.api.ranks import Notes, Voices, failure_of, new_folder, records_missed, run_ranks, status_of, threads_for
+from dure.api.ranks import (
+    Notes,
+    Voices,
+    failure_of,
+    new_folder,
+    records_missed,
+    run_ranks,
+    status_of,
+    threads_for,
+    write_trace_of_ranks,
+)
 from dure.errors import DureError, EnvironmentLacks, Interrupted, Misuse
 from dure.failures.verdict import WorkerEnd, left_early
 from dure.launch.hangs.watchdog import HangPolicy
@@ -177,6 +187,8 @@ def finish(notes: Notes, spec: RunSpec, outcome: Outcome, *, is_own: bool = True
                 kind = events.Interrupted if isinstance(error, Interrupted) else events.Failed
                 run.append_event(kind(message=str(error)))
             run.write_end(summary.to_json())
+        if spec.trace is not None:
+            write_trace_of_ranks(run)
     if error is not None:
         raise error
     return summary

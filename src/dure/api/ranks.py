@@ -26,8 +26,9 @@ from dure.process.context import Place, StoreAddress
 from dure.process.parent_death import die_with_parent
 from dure.process.round_orders import Restart
 from dure.records import events
+from dure.records.rank_profiles import TRACE
 from dure.records.run_dir import RunDir, default_name
-from dure.terminal import print_status
+from dure.terminal import one_line, print_status
 
 
 class RunSettings(Protocol):
@@ -237,6 +238,20 @@ def failure_of(
     else:
         return None
     return WorkerFailed(text if outcome.refusal is None else f"{text}\n{outcome.refusal}", exit_code)
+
+
+def write_trace_of_ranks(run: RunDir) -> None:
+    """Write the profiles of all ranks as one trace, if there are any; an error is a sentence, as the run has ended."""
+    from dure.report.profiles import has_profiles, merge_profiles
+
+    with records_missed():
+        if not has_profiles(run):
+            return
+        merged = merge_profiles(run)
+        print_status(
+            f"trace of {merged.num_steps} step{'s' * (merged.num_steps != 1)} of {len(merged.ranks)} "
+            f"rank{'s' * (len(merged.ranks) != 1)}: {one_line(run.path / TRACE)}; open it in ui.perfetto.dev"
+        )
 
 
 def status_of(error: DureError | None) -> str:

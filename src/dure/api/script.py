@@ -24,6 +24,7 @@ from dure.api.ranks import (
     run_ranks,
     status_of,
     threads_for,
+    write_trace_of_ranks,
 )
 from dure.cluster.rank import Launched, meeting_point, read_launcher
 from dure.errors import DureError, Interrupted, SpecInvalid
@@ -91,6 +92,8 @@ class ScriptSettings:
     """Module that each rank lets observe the script, and what it is given; None for none."""
     is_silent: bool = False
     """True to show nothing of the script's output; the run's logs have it."""
+    trace: int | None = None
+    """Steps of all ranks to write as a trace, which are recorded too; None for none."""
     preflight: bool = False
     """True to check machines and network first, and to start the run only if all is well."""
 
@@ -172,6 +175,7 @@ def _refuse_what_the_launcher_does(settings: ScriptSettings, launched: Launched)
         "secret_file",
         "preflight",
         "record",
+        "trace",
     )
     given = [name for name in (*its_own, "start", "name") if getattr(settings, name) != getattr(unset, name)]
     faults = [
@@ -262,6 +266,7 @@ def _job(
         num_nodes=num_nodes,
         records=str(folder.resolve()) if settings.record and folder is not None else None,
         observer=settings.observer,
+        trace=settings.trace,
     )
 
 
@@ -358,5 +363,7 @@ def _finish(run: RunDir, outcome: Outcome, seconds: float, world_size: int, *, i
         for end in outcome.ends:
             if end.failure is not None:
                 run.write_json(failure_file(end.rank), failure_to_json(end.failure))
+    if is_own:
+        write_trace_of_ranks(run)
     if error is not None:
         raise error

@@ -80,6 +80,13 @@ def run(
             negative=(), show_default=False, help="record every step of every rank, for dure doctor and dure report"
         ),
     ] = False,
+    trace: Annotated[
+        int | None,
+        Parameter(
+            help="record, and write so many steps of all ranks, and their operators, as a trace for Perfetto",
+            show_default=False,
+        ),
+    ] = None,
     start: Annotated[Literal["auto", "fork", "spawn"], Parameter(help="how processes start")] = ("auto"),
     max_restarts: Annotated[int, Parameter(help="restarts of all ranks after one failed")] = 0,
     on_hang: Annotated[
@@ -151,7 +158,8 @@ def run(
         name=name,
         share_run=share_run,
         preflight=preflight,
-        record=record,
+        record=record or trace is not None,
+        trace=trace,
         shown_ranks=local_ranks_filter,
         role=role,
     )
@@ -163,7 +171,7 @@ def run(
             raise
         hint = f"{late} stands after the script and so went to it: flags of dure run stand before the script"
         raise WorkerFailed(f"{error}\n  {hint}", error.exit_code) from None
-    if record:
+    if settings.record:
         _print_slowest(path)
 
 

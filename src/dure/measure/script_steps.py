@@ -22,6 +22,7 @@ from dure.host.device_kinds import has_timed_events, is_capturing
 from dure.measure.collective_calls import read_calls
 from dure.measure.operations import BackwardOperations
 from dure.measure.step_clock import Mark, StepClock
+from dure.measure.step_profile import StepProfile
 from dure.records.step_record import StepRecord
 from dure.records.step_writer import RecordWriter
 from dure.terminal import print_status, printable
@@ -111,6 +112,7 @@ class ScriptSteps:
         world_size: int,
         tell: Callable[[ScriptFacts], None] = lambda facts: None,
         count: Callable[[int, float], None] = lambda operations, least_seconds: None,
+        profile: StepProfile | None = None,
     ) -> None:
         """Prepare to measure; `install` begins.
 
@@ -119,11 +121,13 @@ class ScriptSteps:
             world_size: Number of ranks.
             tell: Called once, after the first step, with what is known of the script.
             count: Called once, after an early step, with its operations and the seconds of the smallest.
+            profile: Profile of some steps; None for none.
         """
         self._writer = writer
         self._world_size = world_size
         self._tell: Callable[[ScriptFacts], None] | None = tell
         self._operations = BackwardOperations(count)
+        self._profile = profile
         self._is_off = False
         self._pid, self._thread = os.getpid(), threading.main_thread().ident
         self._clock = StepClock(torch.device("cpu"))
@@ -198,6 +202,8 @@ class ScriptSteps:
             for label in AROUND:
                 self._held[-1].known[label] += rest[label]
         self._flush(keep=0)
+        if self._profile is not None:
+            self._profile.close()
 
     # calls, as they happen
 
@@ -320,6 +326,8 @@ class ScriptSteps:
             tell, self._tell = self._tell, None
             tell(self._facts())
         self._last = "begin"
+        if self._profile is not None:
+            self._profile.begin_step(self._count + len(self._held) + 1)
         self._step = self._begun(mark)
         if time.monotonic() >= self._flush_at:
             self._flush(keep=1)

@@ -55,6 +55,8 @@ class ScriptJob:
     """Run folder for records of the steps; None to record none."""
     observer: tuple[str, str] | None = None
     """Module that observes the script, and what its `begin` is given; None for none."""
+    trace: int | None = None
+    """Number of steps to profile; None for none."""
 
 
 @dataclass(frozen=True, kw_only=True)

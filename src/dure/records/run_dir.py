@@ -41,7 +41,7 @@ SPEC, SCRIPT, EVENTS, SUMMARY, LOCK = "spec.json", "script.json", "events.jsonl"
 
 _STEP_RECORDS = re.compile(r"rank(0|[1-9][0-9]{0,9})\.jsonl", re.ASCII)
 
-_FOLDERS = ("logs", "checkpoints", "tensorboard", "wandb", ".leader")
+_FOLDERS = ("logs", "checkpoints", "tensorboard", "wandb", "profiles", ".leader")
 """Folders in the run folder that are written to."""
 
 _MISUNDERSTOOD = (AttributeError, LookupError, TypeError, ValueError, ArithmeticError, RecursionError)

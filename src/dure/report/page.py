@@ -20,6 +20,7 @@ from dure.own_files import open_own
 from dure.records import events as kinds
 from dure.records.events import CheckpointSaved, Evaluated, Event, UnknownEvent
 from dure.records.finding import Finding
+from dure.records.rank_profiles import TRACE
 from dure.records.run_dir import RunDir, os_errors_as_sentences
 from dure.records.run_list import RunOverview, overview
 from dure.report.charts import (
@@ -102,7 +103,8 @@ def write_page(run: RunDir, findings: Sequence[Finding], path: Path) -> None:
         Misuse: The file cannot be written.
     """
     check_library()
-    text = page(run, findings)
+    is_in_run = path.parent.resolve() == run.path.resolve()
+    text = page(run, findings, trace_link=TRACE if is_in_run else "")
     with (
         written_whole(path) as new,
         open(new, "x", encoding="utf-8", errors="backslashreplace", opener=open_own) as file,
@@ -122,8 +124,13 @@ def check_library() -> None:
         raise EnvironmentLacks("bokeh is not installed, but draws the report: pip install 'dure[report]'") from None
 
 
-def page(run: RunDir, findings: Sequence[Finding]) -> str:
+def page(run: RunDir, findings: Sequence[Finding], *, trace_link: str = "") -> str:
     """Return the page of a run as HTML.
+
+    Args:
+        run: The run.
+        findings: Findings of its diagnosis.
+        trace_link: Address of its trace, from where the page is; empty for none.
 
     Raises:
         RunInvalid: The records cannot be read.
@@ -135,7 +142,7 @@ def page(run: RunDir, findings: Sequence[Finding]) -> str:
         records = RunRecords(run=run, seen=overview(run), events=[*run.events()], series=run_series(run))
     is_running = records.seen.status == "running"
     remarks = ("The run still goes on: this page shows it as it was then.",) if is_running else ()
-    shown = contents(replace(records, remarks=remarks), findings)
+    shown = contents(replace(records, remarks=remarks), findings) | {"trace_link": trace_link}
     charts = {section.id: section.chart.draw() for section in shown["sections"]}
     script, places = components(charts) if charts else ("", {})
     return rendered_page(
@@ -212,6 +219,7 @@ def contents(records: RunRecords, findings: Sequence[Finding] | None) -> dict[st
         "num_left_out": series.num_left_out,
         "missing": missing_ranks(series, events),
         "differences": [printable(text) for text in declared_differences(events)],
+        "trace": printable(str(trace)) if (trace := records.run.path / TRACE).is_file() else "",
         "settings": [*_settings(records.run)],
     }
 

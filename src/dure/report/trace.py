@@ -16,7 +16,7 @@ from dure.report.part_labels import PART_LABELS
 from dure.report.whole_file import written_whole
 from dure.terminal import printable
 
-_COLUMNS = (
+COLUMNS = (
     *("step", "time", "samples_seen", "loss_sum", "loss_count", "wall_seconds", "sent_bytes"),
     *(f"{part}_seconds" for part in PARTS),
 )
@@ -46,13 +46,13 @@ def write_trace(run: RunDir, path: Path, num_steps: int) -> int:
         Misuse: The file cannot be written.
     """
     with os_errors_as_sentences(run.path, "read"), run.understood():
-        columns = {rank: read_columns(run.records_path(rank), _COLUMNS) for rank in run.recorded_ranks()}
+        columns = {rank: read_columns(run.records_path(rank), COLUMNS) for rank in run.recorded_ranks()}
         events = list(run.events())
     steps = np.unique(np.concatenate([np.empty(0, dtype=np.int64), *(each.steps for each in columns.values())]))
     steps = steps[-num_steps:]
-    rows = [row for rank, each in columns.items() for row in _rank(rank, each, steps)]
+    rows = [row for rank, each in columns.items() for row in rank_rows(rank, each, steps)]
     begin = min((row["ts"] for row in rows if "ts" in row), default=0.0)
-    rows += _marks(events, begin)
+    rows += marks(events, begin)
     for row in rows:
         if "ts" in row:  # microseconds since 1970 have no room for fractions in a browser's numbers
             row["ts"] = round(row["ts"] - begin, 3)
@@ -61,9 +61,11 @@ def write_trace(run: RunDir, path: Path, num_steps: int) -> int:
     return int(steps.size)
 
 
-def _rank(rank: int, columns: StepColumns, steps: np.ndarray) -> Iterator[dict[str, Any]]:
+def rank_rows(rank: int, columns: StepColumns, steps: np.ndarray) -> Iterator[dict[str, Any]]:
+    """Yield the name of a rank, its steps and their parts; times are microseconds since 1970."""
     yield {"name": "process_name", "ph": "M", "pid": rank, "args": {"name": f"rank {rank}"}}
     yield {"name": "process_sort_index", "ph": "M", "pid": rank, "args": {"sort_index": rank}}
+    yield {"name": "thread_name", "ph": "M", "pid": rank, "tid": 0, "args": {"name": "steps"}}
     for index in np.flatnonzero(np.isin(columns.steps, steps)):
         found = {name: float(values[index]) for name, values in columns.values.items()}
         start = found["time"] - found["wall_seconds"]
@@ -83,7 +85,7 @@ def _slice(rank: int, name: str, start: float, seconds: float) -> dict[str, Any]
     return {"name": name, "ph": "X", "pid": rank, "tid": 0, "ts": 1e6 * start, "dur": round(1e6 * seconds, 3)}
 
 
-def _marks(events: list[Event], begin: float) -> Iterator[dict[str, Any]]:
+def marks(events: list[Event], begin: float) -> Iterator[dict[str, Any]]:
     """Yield the events since a time, in microseconds."""
     for event in events:
         name = next((name for kind, name in _SHOWN.items() if isinstance(event, kind)), None)

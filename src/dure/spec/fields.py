@@ -257,6 +257,12 @@ class _Place(_Group):
     share_run: bool = Field(False, description="let others read the run's folder as far as the umask does")
     record_samples: bool = Field(False, description="write the data indices of every step into the records")
     tensorboard: bool = Field(False, description="write TensorBoard scalars into the run folder")
+    trace: int | None = Field(
+        None,
+        gt=0,
+        le=1000,
+        description="write so many steps of all ranks, with operators, as a trace for Perfetto",
+    )
     log: Annotated[str | None, BeforeValidator(_as_list_text), AfterValidator(_known_trackers)] = Field(
         None, description="hand the run over to its trackers as it goes: mlflow, wandb, or both: mlflow,wandb"
     )

@@ -10,6 +10,7 @@ from dure.errors import GroupShrank, LossNotFinite, ReplicasDiverged
 from dure.host.devices import count_cores
 from dure.host.thread_check import slowdown_of_threads
 from dure.measure.operations import BackwardOperations
+from dure.measure.step_profile import StepProfile
 from dure.records import events
 from dure.records.full_disk import SPACE_WAIT
 from dure.records.run_dir import RunDir
@@ -169,6 +170,8 @@ class Trainer:
                 begin_step=self.begin_step,
                 before_change=self._before_change,
             )
+            if spec.trace is not None:
+                self._profile(spec.trace, resources)
             self.microbatch_under_way = self.loop.microbatch_under_way
             for model in session.strategy.evaluation_models():
                 model.train()
@@ -181,6 +184,19 @@ class Trainer:
                 # a flipped bit may be the cause, and is then the error to report
                 self.replicas.check(again=True)
                 raise
+
+    def _profile(self, num_steps: int, resources: ExitStack) -> None:
+        """Profile the first steps of the loop after a few."""
+        rank, begin = self.session.group.rank, self.begin_step
+        profile = StepProfile(self.run.path, rank, num_steps, self.progress.print_lines)
+        resources.callback(profile.close)
+
+        def begin_step(number: int) -> None:
+            profile.begin_step(number)
+            if begin is not None:
+                begin(number)
+
+        self.loop.begin_step = begin_step
 
     def _save_and_leave(self, signal: int) -> str:
         """Save the loaded state, for ranks that were ended because they did not follow a stop signal."""

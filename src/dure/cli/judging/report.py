@@ -26,9 +26,12 @@ def report(
     from dure.doctor.findings import diagnose
     from dure.records.run_dir import RunDir
     from dure.report.page import check_library, write_page
+    from dure.report.profiles import is_trace_due, merge_profiles
 
     check_library()
     opened = RunDir.open(run, or_script=True)
+    if is_trace_due(opened):  # of a run that was killed before it wrote the trace
+        merge_profiles(opened)
     path = opened.path / "report.html" if out is None else out
     found = diagnose(opened)
     write_page(opened, found.findings, path)

@@ -55,7 +55,12 @@ def record_steps(folder: Path, job: ScriptJob, place: Place) -> Callable[[], Non
     except OSError as error:  # the script can do without
         print_status(f"dure: rank {rank.rank} records no steps: {one_line(error)}")
         return lambda: None
-    steps = ScriptSteps(writer, rank.world_size, tell, count)
+    profile = None
+    if job.trace is not None:
+        from dure.measure.step_profile import StepProfile
+
+        profile = StepProfile(folder, rank.rank, job.trace, lambda text: print_status(f"dure: {text}"))
+    steps = ScriptSteps(writer, rank.world_size, tell, count, profile)
     try:
         steps.install()
     except Exception as error:  # another torch may lack what is observed

@@ -30,7 +30,7 @@ KINDS = ("checkpoint", "evaluation", "restart", "failure", "hang", "other")
 COLUMNS, SCALE = "columns", "scale"
 """Names of the model of a chart that holds its columns, and of the one that maps values to colours."""
 _HEIGHT = 260
-_AROUND, _ROW_HEIGHT = 70, 24
+AROUND, ROW_HEIGHT = 70, 24
 """Height in pixels of what surrounds a chart with rows, and of each row."""
 _MOST_EVALUATIONS = 1_000
 _MOST_ROWS = 16
@@ -146,9 +146,9 @@ def timeline_chart(events: Sequence[TimelineEvent]) -> Chart:
 def _draw_timeline(kinds: Sequence[str], chart: Chart) -> "figure":
     from bokeh.models import NumeralTickFormatter
 
-    plot = _figure(
+    plot = figure_of(
         y_range=[*kinds][::-1],
-        height=_AROUND + _ROW_HEIGHT * len(kinds),
+        height=AROUND + ROW_HEIGHT * len(kinds),
         x_axis_label="time since the start (h:mm:ss)",
         tooltips=[("kind", "@kind"), ("after", "@seconds{00:00:00}")],
     )
@@ -172,7 +172,7 @@ def _line(
         from bokeh.models import NumeralTickFormatter
 
         source = _source(chart)
-        plot = _figure(
+        plot = figure_of(
             x_axis_label=x_label,
             y_axis_label=y_label,
             tooltips=[(x_label, "@x{0,0}"), (y_label, "@y{0.0000}")],
@@ -197,9 +197,9 @@ def _source(chart: Chart) -> Any:
 def _figure_of_ranks(ranks: Sequence[int], **settings: Any) -> "figure":
     """Return a figure with a row for each rank, the first one at the top."""
     num_ranks = len(ranks)
-    plot = _figure(
+    plot = figure_of(
         y_range=(num_ranks - 0.5, -0.5),
-        height=_AROUND + _ROW_HEIGHT * min(max(num_ranks, 3), _MOST_ROWS),
+        height=AROUND + ROW_HEIGHT * min(max(num_ranks, 3), _MOST_ROWS),
         y_axis_label="rank",
         **settings,
     )
@@ -208,7 +208,8 @@ def _figure_of_ranks(ranks: Sequence[int], **settings: Any) -> "figure":
     return plot
 
 
-def _figure(*, tooltips: Sequence[tuple[str, str]], height: int = _HEIGHT, **settings: Any) -> "figure":
+def figure_of(*, tooltips: Sequence[tuple[str, str]], height: int = _HEIGHT, **settings: Any) -> "figure":
+    """Return an empty figure that is as wide as the page and has no colours of its own."""
     from bokeh.models import HoverTool
     from bokeh.plotting import figure
 

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from statistics import median
 from typing import Any
 
@@ -49,6 +49,10 @@ class MeasuredRun:
     losses: tuple[tuple[float, float], ...]
     """Seconds of training so far and loss, after each step."""
     not_preserved: tuple[str, ...]
+    samples: tuple[float, ...] = ()
+    """Samples seen after each step."""
+    rank_peak_bytes: Mapping[int, int] = field(default_factory=dict)
+    """Largest peak of a device of each rank, as far as it is on record."""
 
     def loss_after(self, seconds: float) -> float:
         """Return the mean loss of the last steps within some seconds of training; NaN if there are none."""
@@ -79,6 +83,8 @@ class Result:
     loss_at_equal_time: float
     """Mean loss of the last steps within the time of the quickest kind."""
     not_preserved: tuple[str, ...]
+    rank_peak_bytes: Mapping[int, int] = field(default_factory=dict)
+    """Largest peak of each rank over the rounds, as far as it is on record."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -115,15 +121,22 @@ def measure(run: RunDir) -> MeasuredRun:
         where=longest.values["loss_count"] > 0,
     )
     used = [event for event in events if isinstance(event, MemoryUsed)]
-    peaks = [device.peak for event in used[-1:] for rank in event.ranks for device in rank.devices]
+    peaks = {
+        rank.rank: max(device.peak for device in rank.devices)
+        for event in used[-1:]
+        for rank in event.ranks
+        if rank.devices
+    }
     return MeasuredRun(
         samples_per_second=float((seen[-1] - seen[_NUM_FIRST - 1]) / wall[_NUM_FIRST:].sum()),
         step_seconds=mean_wall,
         part_seconds=seconds | {"other": max(0.0, mean_wall - sum(seconds.values()))},
         sent_bytes=float(np.mean([_timed(each, "sent_bytes").mean() for each in columns])),
-        peak_bytes=max(peaks, default=None),
+        peak_bytes=max(peaks.values(), default=None),
         losses=tuple(zip(np.cumsum(wall).tolist(), losses.tolist(), strict=True)),
         not_preserved=tuple(declared_differences(events)),
+        samples=tuple(seen.tolist()),
+        rank_peak_bytes=peaks,
     )
 
 
@@ -171,6 +184,10 @@ def _result(runs: Sequence[MeasuredRun], num_devices: int, base: float, quickest
         loss=float(np.mean([run.loss_after(math.inf) for run in runs])),
         loss_at_equal_time=float(np.mean([run.loss_after(quickest) for run in runs])),
         not_preserved=tuple(dict.fromkeys(text for run in runs for text in run.not_preserved)),
+        rank_peak_bytes={
+            rank: max(run.rank_peak_bytes.get(rank, 0) for run in runs)
+            for rank in sorted({rank for run in runs for rank in run.rank_peak_bytes})
+        },
     )
 
 

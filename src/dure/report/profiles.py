@@ -35,7 +35,7 @@ _MOST_OFFSETS = 1_000
 
 @dataclass(frozen=True, kw_only=True)
 class Merged:
-    """What a merged trace holds."""
+    """Contents of a merged trace."""
 
     ranks: tuple[int, ...]
     """Ranks with steps."""

@@ -40,6 +40,7 @@ Task = Annotated[str, Parameter(help="the task, as for `dure train`: FILE:CLASS"
 Rounds = Annotated[int, Parameter(help="runs of each kind, in turns")]
 Samples = Annotated[int | None, Parameter(help="samples of each run; by default one epoch")]
 RunsDir = Annotated[Path, Parameter(help="folder in which the runs are kept, in one of its own")]
+Html = Annotated[Path | None, Parameter(help="a page to write too, which opens offline", show_default=False)]
 Flags = Annotated[str, Parameter(help="settings of every run, after --", allow_leading_hyphen=True)]
 
 
@@ -57,6 +58,7 @@ def compare(
     rounds: Rounds = 3,
     samples: Samples = None,
     runs_dir: RunsDir = Path("runs"),
+    html: Html = None,
     json: JsonFlag = False,
 ) -> None:
     """Compare strategies on a task by short runs in turns: speed, memory, bytes, losses, what is not preserved."""
@@ -68,7 +70,9 @@ def compare(
     if nproc < 1 or not names:
         raise Misuse("give at least one strategy, and at least one process: --strategies ddp,zero1 --nproc 2")
     kinds = [("single", 1), *((name, nproc) for name in names if name != "single")]
-    found = _rows(task, train_flags, kinds, rounds, samples, runs_dir)
+    _check(html)
+    found, measured = _rows(task, train_flags, kinds, rounds, samples, runs_dir)
+    _write(found, measured, html, f"{_task_name(task)} under several strategies")
     if json:
         print_json(_to_json(found))
         return
@@ -87,6 +91,7 @@ def scale(
     rounds: Rounds = 3,
     samples: Samples = None,
     runs_dir: RunsDir = Path("runs"),
+    html: Html = None,
     json: JsonFlag = False,
 ) -> None:
     """Measure a task on more and more processes: speed, what is lost to what, where to stop."""
@@ -99,8 +104,10 @@ def scale(
     if not counts or not all(count.isdecimal() and 0 < int(count) < 2**20 for count in counts):
         raise Misuse(f"--nproc is {nproc} but must be numbers with commas between them, such as 1,2,4")
     kinds = [(strategy, count) for count in sorted({1, *map(int, counts)})]
-    found = _rows(task, train_flags, kinds, rounds, samples, runs_dir)
+    _check(html)
+    found, measured = _rows(task, train_flags, kinds, rounds, samples, runs_dir)
     stop = where_to_stop(found)
+    _write(found, measured, html, f"{_task_name(task)} under {strategy} on more and more processes", stop)
     if json:
         print_json({**_to_json(found), "where_to_stop": stop})
         return
@@ -115,8 +122,8 @@ def _rows(
     rounds: int,
     samples: int | None,
     runs_dir: Path,
-) -> "list[Row]":
-    """Run all kinds in turns, and return their rows."""
+) -> "tuple[list[Row], Mapping[tuple[str, int], Sequence[MeasuredRun]]]":
+    """Run all kinds in turns, and return their rows, and the runs of each."""
     from dure.records.run_dir import RunDir
     from dure.report.comparison import compare as compared
     from dure.report.comparison import measure
@@ -144,7 +151,33 @@ def _rows(
                 raise Misuse(f"the run on one device, with which the others are compared, ended: {fault}")
             faults[kind] = fault
     print_status(f"the runs are in {one_line(folder)}")
-    return compared(measured, faults)
+    return compared(measured, faults), measured
+
+
+def _check(html: Path | None) -> None:
+    """Refuse a page that cannot be written before minutes are spent on what it shows."""
+    if html is not None:
+        from dure.report.compared.page import check_page
+
+        check_page(html)
+
+
+def _write(
+    rows: "Sequence[Row]",
+    measured: "Mapping[tuple[str, int], Sequence[MeasuredRun]]",
+    html: Path | None,
+    title: str,
+    stop: str | None = None,
+) -> None:
+    if html is not None:
+        from dure.report.compared.page import write_comparison
+
+        write_comparison(rows, measured, html, title=title, where_to_stop=stop)
+        print_status(f"the page is {one_line(html)}")
+
+
+def _task_name(task: str) -> str:
+    return task.rpartition(":")[2] or task
 
 
 def _train(

@@ -1,0 +1,1 @@
+"""Page of a comparison of short runs: `dure compare` and `dure scale` with `--html`."""

@@ -21,7 +21,7 @@ def test_page_when_strategies_are_compared_then_has_each_with_its_numbers(tmp_pa
     assert [*re.findall(r'<h2 id="(\w+)"', text)] == ["table", "rates", "parts", "memory", "loss", "time", "preserved"]
     row = re.search(r'<th scope="row">ddp x 2</th>(.*?)</tr>', text).group(1)
     assert re.findall(r">([^<>]+)</td>", row)[:5] == ["160 ± 6%", "1.52", "76%", "20%", "976.6 KiB"]
-    assert "ddp x 2: rank 0: 300 MiB, rank 1: 280 MiB" in text
+    assert "ddp x 2: rank 0: 300.0 MiB, rank 1: 280.0 MiB" in text
     assert "staleness: pushes are applied to weights of later steps" in text
     assert re.search(r"<b>ddp x 2</b>: nothing is declared", text)
 

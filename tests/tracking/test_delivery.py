@@ -28,7 +28,10 @@ class _Fake:
             self.released.wait(30)
         if self.failures:
             self.failures -= 1
-            raise ConnectionError("no route\nto the server")
+            try:
+                raise ConnectionError("no route\nto the server")
+            except ConnectionError as error:
+                raise RuntimeError("a long story " * 100) from error
         self.points += points
 
     def end(self, status):

@@ -12,6 +12,7 @@ _LEAST_SECONDS = {"tensorboard": 0.01, "mlflow": 0.1, "wandb": 0.1}
 """Least seconds between two steps that are handed over."""
 _INTERVAL_SECONDS = 0.5
 _MOST_RETRY_SECONDS = 10.0
+_MOST_TEXT = 200
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -101,11 +102,10 @@ class Delivery:
                     self._pause(_INTERVAL_SECONDS)
                 pause, self.fault = _INTERVAL_SECONDS, None
             except Exception as error:  # of a foreign client: a server that is down, a wrong key, a bug
-                text = " ".join(str(error).split())
+                text = _first_cause(error)
                 if self.fault is None:
                     self._warn(
-                        f"{self.name} does not take what the run logs ({type(error).__name__}: {text:.300}); "
-                        "training goes on, and it is tried again"
+                        f"{self.name} does not take what the run logs ({text}); training goes on, and it is tried again"
                     )
                 self.fault = text
                 self._pause(pause)
@@ -144,3 +144,11 @@ class Delivery:
     def _deliver_state(self, identity: str | None) -> None:
         self.delivered = Delivered(identity=identity, times=self._points.times)
         self._save()
+
+
+def _first_cause(error: BaseException) -> str:
+    """Return the error from which others followed: clients wrap a refused connection three times, each time longer."""
+    while (cause := error.__cause__ or error.__context__) is not None:
+        error = cause
+    text = " ".join(str(error).split())
+    return f"{type(error).__name__}: {text if len(text) <= _MOST_TEXT else f'{text[:_MOST_TEXT]}…'}"

@@ -57,7 +57,7 @@ def _left_text(delivery: Delivery, run: RunDir) -> str:
     what = "has not been told how the run ended"
     if number:
         what = f"did not take the last {number:,} point{'s' * (number > 1)}, and {what}"
-    why = f" ({delivery.fault:.300})" if delivery.fault else " (it does not answer)"
+    why = f" ({delivery.fault})" if delivery.fault else " (it does not answer)"
     return f"{delivery.name} {what}{why}: the records are in {run.path}, and a resume hands over what is missing"
 
 

@@ -1,9 +1,11 @@
 """Start and end of the process that hands a run over, from the process that launches the run."""
 
+import os
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
+from pathlib import Path
 
 from dure.errors import Interrupted
 from dure.records.run_dir import RunDir
@@ -12,6 +14,8 @@ from dure.tracking.follower import PATIENCE_SECONDS
 
 _MORE_SECONDS = 5.0
 """Seconds beyond its patience after which a follower counts as stuck."""
+_OWN_FOLDER = str(Path(__file__).parents[2])
+"""Folder from which this process has imported dure; with `-P` the follower would not look into the current one."""
 
 
 @contextmanager
@@ -36,6 +40,7 @@ def followed(run: RunDir, names: Sequence[str], *, is_elastic: bool = False) -> 
         stdout=subprocess.DEVNULL,
         start_new_session=True,
         text=True,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, [os.environ.get("PYTHONPATH"), _OWN_FOLDER]))},
     )
     try:
         yield

@@ -127,6 +127,7 @@ def _figure_of_kinds(kinds: Sequence[str], **settings: Any) -> "figure":
     plot.yaxis.ticker = [*range(len(kinds))]
     plot.yaxis.major_label_overrides = dict(enumerate(kinds))
     plot.ygrid.visible = False
+    plot.xaxis.ticker.desired_num_ticks = 5  # on a phone, more labels run into each other
     return plot
 
 

@@ -93,6 +93,23 @@ def test_merge_when_ranks_have_the_same_flows_then_each_keeps_its_own(run):
     assert len(ids) == 2
 
 
+def test_merge_when_a_rank_has_a_gpu_then_its_streams_are_rows_of_the_rank(run):
+    """As torch.profiler writes it: the process is the device's number, and the thread the stream's."""
+    names = [
+        {"ph": "M", "name": "thread_name", "ts": 0, "pid": 0, "tid": stream, "args": {"name": f"stream {stream}"}}
+        for stream in (0, 7)
+    ]
+    kernels = [
+        _operator(3.5 + stream / 100, "void gemm<float>()", cat="kernel", pid=0, tid=stream) for stream in (0, 7)
+    ]
+    _rank(run, 0, [_operator(3.4), *names, *kernels])
+    merge_profiles(run)
+    events = checked_trace(run.path / TRACE)
+    rows = {event["tid"]: event["args"]["name"] for event in events if event["name"] == "thread_name"}
+    assert rows == {0: "steps", 1: "main thread", 2: "stream 0", 3: "stream 7"}
+    assert [event["tid"] for event in operators_of(events, 0) if event["cat"] == "kernel"] == [2, 3]
+
+
 def test_merge_when_events_are_foreign_then_those_of_the_rank_are_kept(run):
     foreign = [
         3, None, {}, {"ph": "X"},

@@ -250,7 +250,8 @@ class _Threads:
     def named(self) -> Iterator[dict[str, Any]]:
         """Yield the names of the threads that have events."""
         for key, number in self._numbers.items():
-            name = "main thread" if str(key[0]) == key[1] else self._names.get(key, f"thread {key[1]}")
+            is_main = key[0] > 0 and str(key[0]) == key[1]  # process 0 is device 0, and its threads are streams
+            name = "main thread" if is_main else self._names.get(key, f"thread {key[1]}")
             place = {"pid": self.rank, "tid": number, "ts": 0}
             yield {"name": "thread_name", "ph": "M", **place, "args": {"name": name}}
             yield {"name": "thread_sort_index", "ph": "M", **place, "args": {"sort_index": number}}

@@ -94,7 +94,7 @@ def test_merge_when_ranks_have_the_same_flows_then_each_keeps_its_own(run):
 
 
 def test_merge_when_a_rank_has_a_gpu_then_its_streams_are_rows_of_the_rank(run):
-    """As torch.profiler writes it: the process is the device's number, and the thread the stream's."""
+    # as torch.profiler writes it: the process is the device's number, and the thread the stream's
     names = [
         {"ph": "M", "name": "thread_name", "ts": 0, "pid": 0, "tid": stream, "args": {"name": f"stream {stream}"}}
         for stream in (0, 7)

@@ -34,8 +34,8 @@ class Report:
     node: ast.AST
     what: str
     """Effect of it."""
-    cure: str = ""
-    """Cure as a sentence; not needed with edits."""
+    cure: str
+    """Cure as a sentence, for when there are no edits."""
     edits: tuple[Edit, ...] = ()
     is_safe: bool = False
     """True if the edits can be made without a look at the program."""
@@ -96,7 +96,8 @@ def finding_of(rule: Rule, report: Report) -> Finding:
     """Return a report as a finding, with its edits as a diff."""
     source = report.module.source
     node = report.node
-    diff = unified(source, report.edits) if report.edits else ""
+    edits = report.edits if report.edits and _is_python(edited(source.text, report.edits)) else ()
+    diff = unified(source, edits) if edits else ""
     return Finding(
         file=source.name,
         line=getattr(node, "lineno", 1),
@@ -108,8 +109,16 @@ def finding_of(rule: Rule, report: Report) -> Finding:
         is_diff=bool(diff),
         is_safe=bool(diff) and report.is_safe,
         source=source,
-        edits=report.edits,
+        edits=edits,
     )
+
+
+def _is_python(text: str) -> bool:
+    try:
+        ast.parse(text)
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        return False
+    return True
 
 
 def edited(text: str, edits: Sequence[Edit]) -> str:

@@ -216,6 +216,12 @@ def _is_own_path(facts: Facts, module: Module, path: ast.expr) -> bool:
                     named.add(origin.node.arg.lower())
     if named & {
         "tempfile",
+        "now",
+        "strftime",
+        "time",
+        "uuid",
+        "isoformat",
+        "timestamp",
         "temporarydirectory",
         "mkdtemp",
         "namedtemporaryfile",

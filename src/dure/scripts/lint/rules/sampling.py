@@ -89,8 +89,12 @@ def sampler_missing(facts: Facts) -> Iterator[Report]:
 
 
 def _keyword_edit(module: Module, item: ast.keyword, text: str) -> Edit:
-    start = module.source.offset(item.lineno, item.col_offset)
-    return Edit(start, module.source.span(item.value)[1], text)
+    source = module.source
+    start = source.offset(item.lineno, item.col_offset)
+    first, end = source.span(item.value)
+    for _ in range(source.text[start:first].count("(")):  # of which the tree knows nothing
+        end = source.text.index(")", end) + 1
+    return Edit(start, end, text)
 
 
 def shuffle_beside_sampler(facts: Facts) -> Iterator[Report]:

@@ -206,8 +206,9 @@ def _is_every_few(facts: Facts, module: Module, guard: Guard) -> bool:
     numbers = [i.right for i in ast.walk(guard.test) if isinstance(i, ast.BinOp) and isinstance(i.op, ast.Mod)]
     for number in numbers:
         origins = facts.project.origins(module, number)
-        if origins and all(constant(o.node) == 1 for o in origins):
-            return False
+        constants = {constant(o.node) for o in origins if isinstance(o.node, ast.Constant)}
+        if constants == {1}:
+            return False  # every pass, where the rest is of a library that accumulates by itself
     for item in ast.walk(guard.test):
         if isinstance(item, ast.BinOp) and isinstance(item.op, ast.Mod):
             return True

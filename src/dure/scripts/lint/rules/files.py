@@ -200,43 +200,32 @@ def _may_be_none(facts: Facts, module: Module, call: ast.Call, path: ast.expr) -
     return bool(name) and any(constant(o.node) is None for o in facts.project.origins(module, path))
 
 
+OWN_PLACES = {
+    "tempfile", "temporarydirectory", "mkdtemp", "namedtemporaryfile", "tmpdir", "bytesio", "stringio", "buffer",
+    "devnull", "stdout", "pid", "getpid", "uuid", "uuid4", "now", "strftime", "isoformat", "timestamp", "time",
+}  # fmt: skip
+"""Names in paths that are others on each rank, or of no file."""
+
+
 def _is_own_path(facts: Facts, module: Module, path: ast.expr) -> bool:
-    """Return whether a path has the rank in it, or is of a temporary folder."""
-    if facts.ranks.depends_on_rank(module, path):
-        return True
-    named = {w.lower() for w in words(path)}
-    for item in ast.walk(path):
+    """Return whether a path has the rank or the time in it, or is of a temporary folder."""
+    for other, node in _parts_of(facts, module, path, 3):
+        if facts.ranks.depends_on_rank(other, node):
+            return True
+        named = {word.lower() for word in words(node)}
+        if named & OWN_PLACES or any("rank" in word for word in named):
+            return True
+    return False
+
+
+def _parts_of(facts: Facts, module: Module, node: ast.expr, depth: int) -> Iterator[tuple[Module, ast.expr]]:
+    """Yield an expression, and those that the variables in it come from."""
+    yield module, node
+    for item in ast.walk(node) if depth else ():
         if isinstance(item, ast.Name | ast.Attribute):
             for origin in facts.project.origins(module, item):
-                if isinstance(origin.node, ast.expr):
-                    named |= {w.lower() for w in words(origin.node)}
-                    if facts.ranks._mentions_rank(origin.module, origin.node):
-                        return True
-                elif isinstance(origin.node, ast.arg) and origin.node.arg not in ("filename", "path"):
-                    named.add(origin.node.arg.lower())
-    if named & {
-        "tempfile",
-        "now",
-        "strftime",
-        "time",
-        "uuid",
-        "isoformat",
-        "timestamp",
-        "temporarydirectory",
-        "mkdtemp",
-        "namedtemporaryfile",
-        "tmpdir",
-        "bytesio",
-        "devnull",
-        "stringio",
-        "buffer",
-        "pid",
-        "getpid",
-        "uuid4",
-        "stdout",
-    }:
-        return True
-    return any("rank" in word for word in named)
+                if isinstance(origin.node, ast.expr) and origin.node is not item:
+                    yield from _parts_of(facts, origin.module, origin.node, depth - 1)
 
 
 # --- read before they are there

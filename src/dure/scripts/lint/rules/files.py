@@ -404,7 +404,7 @@ def saved_with_wrapper(facts: Facts) -> Iterator[Report]:
         if (
             wrap is None
             or not is_saved
-            or facts.ranks.is_single(wrap.module, wrap.call)
+            or (wrap.kind == "ddp" and facts.ranks.is_single(wrap.module, wrap.call))
             or _is_loaded_back(facts, wrap.kind)
         ):
             continue

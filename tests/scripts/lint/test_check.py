@@ -139,6 +139,7 @@ def test_script_when_it_is_read_then_nothing_of_it_runs(tmp_path: Path, monkeypa
         "x = x\nx.y = x.y.z\ndef g(x): return g(x.y)\ng(g)\n",
         "match x:\n    case {'a': [b, *c]}: pass\n",
         "async def f():\n    async for x in y:\n        await z(x)\n",
+        "pattern = '\\d+'\n",
         "lambda: (yield)\nx = [i for i in (j := 3, k)]\n",
         "try:\n    pass\nexcept* E:\n    pass\n",
     ],

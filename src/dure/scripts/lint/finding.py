@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from dure.scripts.lint.modules import Module
-from dure.scripts.lint.source import Source, split_lines
+from dure.scripts.lint.source import Source, is_python, split_lines
 
 if TYPE_CHECKING:
     from dure.scripts.lint.facts import Facts
@@ -96,7 +96,7 @@ def finding_of(rule: Rule, report: Report) -> Finding:
     """Return a report as a finding, with its edits as a diff."""
     source = report.module.source
     node = report.node
-    edits = report.edits if report.edits and _is_python(edited(source.text, report.edits)) else ()
+    edits = report.edits if report.edits and is_python(edited(source.text, report.edits)) else ()
     diff = unified(source, edits) if edits else ""
     return Finding(
         file=source.name,
@@ -111,14 +111,6 @@ def finding_of(rule: Rule, report: Report) -> Finding:
         source=source,
         edits=edits,
     )
-
-
-def _is_python(text: str) -> bool:
-    try:
-        ast.parse(text)
-    except (SyntaxError, ValueError, RecursionError, MemoryError):
-        return False
-    return True
 
 
 def edited(text: str, edits: Sequence[Edit]) -> str:

@@ -104,6 +104,15 @@ def parsed(text: str, path: Path, name: str, encoding: str = "utf-8") -> Source:
     return Source(path=path, name=name, text=text, encoding=encoding, tree=tree, lines=split_lines(text))
 
 
+def is_python(text: str) -> bool:
+    """Return whether a text can be parsed."""
+    try:
+        parsed(text, Path(), "")
+    except Misuse:
+        return False
+    return True
+
+
 def _read(path: Path, name: str) -> bytes:
     shown = one_line(name)
     try:

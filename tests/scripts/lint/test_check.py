@@ -88,9 +88,10 @@ def test_folder_when_a_file_cannot_be_read_then_the_others_are(tmp_path: Path) -
         (b"-" * 3000 + b"1", "nested"),
         (b"x = " + b"+".join([b"1"] * 3000), "nested"),
         (b"a" + b".b" * 3000, "nested"),
+        (b"x = f(x)\n" * 20_000, "more than 100,000 names"),
         (b"#" * (MOST_BYTES + 1), "larger than 4.0 MiB"),
     ],
-    ids=["syntax", "binary", "bytes", "coding", "brackets", "signs", "sum", "attributes", "huge"],
+    ids=["syntax", "binary", "bytes", "coding", "brackets", "signs", "sum", "attributes", "generated", "huge"],
 )
 def test_file_when_it_is_no_python_then_it_is_refused_in_a_sentence(tmp_path: Path, data: bytes, message: str) -> None:
     path = tmp_path / "train.py"

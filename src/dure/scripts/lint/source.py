@@ -21,6 +21,8 @@ MOST_FILES = 5000
 """Maximum files of a folder."""
 MOST_DEPTH = 150
 """Maximum nesting of a syntax tree; the rules recurse over it."""
+MOST_NODES = 100_000
+"""Maximum nodes of a syntax tree: some 10,000 lines. The rules look for some values at all places where a name is set."""
 SKIPPED_FOLDERS = {"__pycache__", "node_modules", "site-packages", "venv", "build", "dist"}
 _LINE = re.compile(r"[^\r\n]*(?:\r\n|\r|\n)|[^\r\n]+$")
 
@@ -99,7 +101,10 @@ def parsed(text: str, path: Path, name: str, encoding: str = "utf-8") -> Source:
         raise Misuse(f"{shown} is nested too deeply to be read; divide its longest expression") from None
     except ValueError as error:
         raise Misuse(f"{shown} is not Python: {error}") from None
-    if _depth(tree) > MOST_DEPTH:
+    depth, count = _measures(tree)
+    if count > MOST_NODES:
+        raise Misuse(f"{shown} has more than {MOST_NODES:,} names, calls and so on: leave generated files out")
+    if depth > MOST_DEPTH:
         raise Misuse(f"{shown} is nested more than {MOST_DEPTH} levels deep; divide its longest expression")
     return Source(path=path, name=name, text=text, encoding=encoding, tree=tree, lines=split_lines(text))
 
@@ -135,15 +140,16 @@ def _read(path: Path, name: str) -> bytes:
     return data
 
 
-def _depth(tree: ast.AST) -> int:
-    deepest, pending = 0, [(tree, 1)]
+def _measures(tree: ast.AST) -> tuple[int, int]:
+    """Return the depth and the number of nodes of a tree, as far as they are allowed."""
+    deepest, count, pending = 0, 0, [(tree, 1)]
     while pending:
         node, depth = pending.pop()
-        deepest = max(deepest, depth)
-        if depth > MOST_DEPTH:
+        deepest, count = max(deepest, depth), count + 1
+        if depth > MOST_DEPTH or count > MOST_NODES:
             break
         pending += ((child, depth + 1) for child in ast.iter_child_nodes(node))
-    return deepest
+    return deepest, count
 
 
 def python_files(folder: Path) -> list[Path]:

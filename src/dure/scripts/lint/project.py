@@ -22,6 +22,8 @@ MOST_STEPS = 14
 """Maximum assignments, arguments and returns that are followed from a value to its origin."""
 MOST_ORIGINS = 60
 """Maximum origins of a value that are looked at."""
+MOST_VALUES = 100
+"""Maximum assignments to a name in a function; of one with more it is not known which has given its value."""
 PASSING = {
     *MOVES, "cpu", "half", "float", "double", "bfloat16", "train", "eval", "requires_grad_", "compile", "apply",
     "convert_sync_batchnorm", "convert_syncbn_model", "contiguous", "type",
@@ -407,6 +409,8 @@ def reaching_values(
 
     Assignments in the other branch of an `if` are left out, and those before one that lies on every way to the use.
     """
+    if len(values) > MOST_VALUES:
+        return [], False
     if module.scope_of(use) is not scope or not values:
         return list(values), False
     chain = {use, *module.within(use)}

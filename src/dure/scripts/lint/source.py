@@ -22,7 +22,7 @@ MOST_FILES = 5000
 MOST_DEPTH = 150
 """Maximum nesting of a syntax tree; the rules recurse over it."""
 MOST_NODES = 100_000
-"""Maximum nodes of a syntax tree: some 10,000 lines. The rules look for some values at all places where a name is set."""
+"""Maximum nodes of a syntax tree: some 10,000 lines, more than people write."""
 SKIPPED_FOLDERS = {"__pycache__", "node_modules", "site-packages", "venv", "build", "dist"}
 _LINE = re.compile(r"[^\r\n]*(?:\r\n|\r|\n)|[^\r\n]+$")
 

@@ -36,6 +36,8 @@ class Module:
     is_context: bool = False
     """True if it was read for what others import from it; nothing is reported in it."""
     parents: dict[ast.AST, ast.AST] = field(default_factory=dict)
+    blocks: dict[ast.AST, list[ast.stmt]] = field(default_factory=dict)
+    """Block of statements that each statement is in."""
     imports: dict[str, str] = field(default_factory=dict)
     stars: list[str] = field(default_factory=list)
     functions: dict[str, Function] = field(default_factory=dict)
@@ -54,6 +56,10 @@ class Module:
         while pending:
             node = pending.pop()
             self.nodes.append(node)
+            for name in ("body", "orelse", "finalbody"):
+                block = getattr(node, name, None)
+                if isinstance(block, list):
+                    self.blocks.update((statement, block) for statement in block)
             children = list(ast.iter_child_nodes(node))
             for child in children:
                 # contexts and operators are shared between nodes; no rule asks for their parents
@@ -161,12 +167,7 @@ class Module:
 
     def block_of(self, statement: ast.AST) -> list[ast.stmt]:
         """Return the block of statements that contains a statement."""
-        above = self.parents.get(statement)
-        for name in ("body", "orelse", "finalbody"):
-            block = getattr(above, name, None)
-            if isinstance(block, list) and any(item is statement for item in block):
-                return block
-        return []
+        return self.blocks.get(statement, [])
 
     def loops_of(self, node: ast.AST) -> list[ast.AST]:
         """Return the loops around a node in its function, from the inside."""

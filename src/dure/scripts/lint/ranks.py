@@ -71,6 +71,7 @@ class Ranks:
         self._who: dict[Function, Who | None] = {}
         self._single: dict[Function, bool] = {}
         self._is_rank: dict[int, bool] = {}
+        self._exits: dict[int, list[ast.If]] = {}
         self._under_way: set[object] = set()
         self.spawned = [
             function
@@ -283,12 +284,18 @@ class Ranks:
                 for value in above.values[:position]:
                     yield Guard(value, isinstance(above.op, ast.And))
             if isinstance(under, ast.stmt):
-                for earlier in module.block_of(under):
-                    if earlier is under:
-                        break
-                    if isinstance(earlier, ast.If) and not earlier.orelse and leaves(earlier.body):
+                for earlier in self._exits_of(module.block_of(under)):
+                    if earlier.lineno < under.lineno:
                         yield Guard(earlier.test, False, True)
             under = above
+
+    def _exits_of(self, block: list[ast.stmt]) -> list[ast.If]:
+        """Return the tests in a block after which some ranks are no longer there."""
+        if id(block) not in self._exits:
+            self._exits[id(block)] = [
+                item for item in block if isinstance(item, ast.If) and not item.orelse and leaves(item.body)
+            ]
+        return self._exits[id(block)]
 
     def local_guard(self, module: Module, node: ast.AST) -> tuple[Who, Guard] | None:
         """Return which ranks reach a place within its function, and the innermost test that decides it."""

@@ -82,6 +82,7 @@ KNOW_KINDS = {
     "torchcompat/devices.py": {"mps", "torch.cuda"},  # private functions, for which torch has nothing generic
     "spec/foreign_names.py": {"cuda"},  # a flag of other tools
     "scripts/lint/modules.py": {"cuda", "xpu", "hpu"},  # words in scripts of others
+    "compat/horovod/common/basics.py": {"torch.cuda", "torch.version.cuda"},  # Horovod's questions are about CUDA
 }
 """Files that may name kinds of devices, each with the names."""
 
@@ -133,6 +134,11 @@ def test_sources_when_read_then_nothing_runs_what_a_file_says() -> None:
     # runs the script that the user has named, which is what it is for
     (of_script,) = found.pop("src/dure/launch/scripts/main_module.py")
     assert of_script.endswith("exec runs text as code")
+    # Horovod's interface is for any object, which another rank of the same script has sent
+    (of_objects,) = found.pop("src/dure/compat/horovod/torch/functions.py")
+    assert of_objects.endswith("pickle.loads unpickles")
+    (of_results,) = found.pop("src/dure/compat/horovod/starter.py")  # results of processes that it has forked
+    assert of_results.endswith("pickle.loads unpickles")
     assert found == {}
 
 

@@ -16,6 +16,8 @@ WRITERS = {
     "launch/logs/log_pump.py": "a process of its own that escapes what ranks print",
     "launch/worker/child.py": "gives a rank its streams, whose lines the pump escapes",
     "launch/logs/rank_logs.py": "hands the pump's lines to a notebook",
+    "compat/horovod/torch/optimizer.py": "warns in fixed words, as Horovod does",
+    "compat/horovod/torch/reductions.py": "warns in fixed words, as Horovod does",
 }
 STREAMS = ("sys.stdout", "sys.stderr", "sys.__stdout__", "sys.__stderr__")
 HARMLESS = ("flush", "isatty", "fileno")

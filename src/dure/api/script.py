@@ -96,6 +96,8 @@ class ScriptSettings:
     """Steps of all ranks to write as a trace, which are recorded too; None for none."""
     preflight: bool = False
     """True to check machines and network first, and to start the run only if all is well."""
+    face: str | None = None
+    """Library whose interface the script finds in dure, such as `horovod`; None for none."""
 
 
 def run_script(settings: ScriptSettings) -> Path:
@@ -267,6 +269,7 @@ def _job(
         records=str(folder.resolve()) if settings.record and folder is not None else None,
         observer=settings.observer,
         trace=settings.trace,
+        face=settings.face,
     )
 
 

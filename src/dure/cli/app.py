@@ -50,6 +50,7 @@ class Verb(NamedTuple):
 VERBS = {
     "train": Verb("train", "Train a task, or resume a run."),
     "run": Verb("run", "Run any PyTorch script on many ranks, unchanged: torchrun's variables are set."),
+    "horovodrun": Verb("horovodrun", "Run a Horovod script on many ranks: the flags of horovodrun."),
     "preflight": Verb(
         "preflight",
         "Check that these machines are ready for a run: versions, network, clocks, limits, disk, GPUs, a collective.",
@@ -111,7 +112,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     tokens = list(sys.argv[1:] if argv is None else argv)
     _open_closed_streams()
-    if tokens[:1] != ["run"]:  # `dure run` leaves the streams to the script
+    if tokens[:1] not in (["run"], ["horovodrun"]):  # these leave the streams to the script
         replace_what_no_terminal_has()
     # with torch loaded, the interpreter would spend 0.8 s at exit on collecting what the system frees at once
     atexit.register(gc.freeze)

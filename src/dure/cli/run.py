@@ -121,6 +121,10 @@ def run(
     role: Annotated[str, Parameter(help="ROLE_NAME for the script")] = "default",
     runs_dir: Annotated[Path, Parameter(help="folder of the runs")] = Path("runs"),
     name: Annotated[str | None, Parameter(help="its name (default: date and script)", show_default=False)] = None,
+    as_: Annotated[
+        Literal["horovod"] | None,
+        Parameter(name="--as", show_default=False, help="let the script import this library, which dure stands in for"),
+    ] = None,
     share_run: Annotated[
         bool,
         Parameter(negative=(), show_default=False, help="let others read the run's folder as far as the umask does"),
@@ -162,6 +166,7 @@ def run(
         trace=trace,
         shown_ranks=local_ranks_filter,
         role=role,
+        face=as_,
     )
     try:
         path = run_script(settings)

@@ -138,7 +138,7 @@ class Meeting:
             return self.address
 
         def serve() -> dict[str, Any]:
-            host, port = _serve(_address_here(self.rank, self._point), replace(self._point, port=0), _STORE_SECONDS)
+            host, port = _serve(address_here(self.rank, self._point), replace(self._point, port=0), _STORE_SECONDS)
             return {"host": host, "port": port}
 
         address = self.send_to_all_ranks("store", serve if self.rank.rank == 0 else None)
@@ -257,7 +257,7 @@ def _own_address(rank: RankInfo, point: MeetingPoint) -> str:
     return outside[0]
 
 
-def _address_here(rank: RankInfo, point: MeetingPoint) -> str:
+def address_here(rank: RankInfo, point: MeetingPoint) -> str:
     """Return an address of this host that the other ranks can reach; the meeting point may be on another host."""
     if rank.is_one_host:
         return "127.0.0.1"

@@ -57,6 +57,8 @@ class ScriptJob:
     """Module that observes the script, and what its `begin` is given; None for none."""
     trace: int | None = None
     """Number of steps to profile; None for none."""
+    face: str | None = None
+    """Library whose interface the script finds in dure, such as `horovod`; None for none."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -38,6 +38,8 @@ threads with the GIL held, which gloo's threads need too (5 of 11 plain DDP scri
 _closing: list[Callable[[], None]] = []
 """Functions to call at the end of the script, of modules that observe it."""
 _INTERFACE_VARIABLES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "TP_SOCKET_IFNAME")
+FACES = {"horovod": "dure.compat.horovod.finder"}
+"""Libraries whose interface dure has, with the module that lets a script import it by the library's name."""
 _LOCAL_RANK_FLAGS = {"dash": "--local-rank", "underscore": "--local_rank"}
 
 
@@ -72,6 +74,8 @@ def main(job: ScriptJob, place: Place) -> int:
     os.environ.update(environment(job, place))
     _set_threads(place.threads)
     _meet(place)
+    if job.face is not None:
+        importlib.import_module(FACES[job.face]).install()
     pid, heartbeats, marker = os.getpid(), _heartbeats(place), list[object]()
     losses = _Losses(place.report_fd)
     _watch_collectives(losses)

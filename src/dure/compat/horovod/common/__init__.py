@@ -1,0 +1,1 @@
+"""Parts of Horovod's interface that belong to no framework."""

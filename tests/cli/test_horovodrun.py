@@ -1,6 +1,8 @@
 """Flags of horovodrun: what they set, and which are refused."""
 
 import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -84,3 +86,21 @@ def test_build_when_asked_for_then_lists_what_is_there(capsys: pytest.CaptureFix
     out = capsys.readouterr().out
     assert "[X] PyTorch" in out
     assert "[ ] MPI" in out
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "words", [("run", "--as", "horovod", "--nproc", "2"), ("horovodrun", "-np", "2", "-H", "localhost:2", "python")]
+)
+def test_script_for_horovod_when_run_on_two_ranks_then_finds_it(tmp_path: Path, words: tuple[str, ...]) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(
+        "import os, torch, horovod.torch as hvd\n"
+        "hvd.init()\n"
+        "total = hvd.allreduce(torch.tensor(hvd.rank() + 1), op=hvd.Sum)\n"
+        "print(int(total), os.environ['HOROVOD_RANK'])\n"
+    )
+    command = [sys.executable, "-m", "dure", *words, str(script)]
+    answer = subprocess.run(command, capture_output=True, text=True, timeout=60, cwd=tmp_path)
+    assert sorted(answer.stdout.splitlines()) == ["[rank 0] 3 0", "[rank 1] 3 1"]
+    assert (answer.returncode, answer.stderr) == (0, "")

@@ -28,6 +28,8 @@ class Timeline:
         self._marks_cycles = marks_cycles
         self._begin = time.monotonic()
         self._rows: dict[str, int] = {}
+        self._open: list[tuple[str, int]] = []
+        """Names and rows of the events that have begun and not ended."""
         self._negotiated: set[str] = set()
         """Names for which a negotiation is open."""
         epoch = {"name": "start_time_since_epoch_in_micros", "ph": "M", "args": {"start": int(time.time() * 1e6)}}
@@ -71,8 +73,12 @@ class Timeline:
             self._write({"name": "CYCLE_START", "ph": "i", "s": "g", "pid": 0})
 
     def close(self) -> None:
-        """Complete the file; later events are left out."""
+        """End what is open, and complete the file; later events are left out."""
+        now = int((time.monotonic() - self._begin) * 1e6)
         with self._lock:
+            for name, row in reversed(self._open):
+                event = {"name": name, "ph": "E", "pid": row, "tid": 0, "ts": now}
+                self._file.write(",\n" + json.dumps(event))
             self._file.write("\n]\n")
             self._file.close()
 
@@ -88,5 +94,10 @@ class Timeline:
         event.setdefault("tid", 0)
         with self._lock:
             if not self._file.closed:
+                place = event["name"], event["pid"]
+                if event["ph"] == "B":
+                    self._open.append(place)
+                elif event["ph"] == "E" and place in self._open:
+                    self._open.remove(place)
                 self._file.write(",\n" + json.dumps(event))
                 self._file.flush()

@@ -200,6 +200,7 @@ def scatters_reductions() -> None:
     same(first, torch.full((1, 2), size / 2))
     same(second, torch.full((1,), size * (size + 1) / 4))
     close(hvd.reducescatter(pair[1]), torch.full((1,), (size + 1) / 2))
+    fails(hvd.HorovodInternalError, "Adasum", lambda: hvd.reducescatter(pair[1], op=hvd.Adasum))
 
 
 @case

@@ -10,6 +10,7 @@ from torch import Tensor
 from dure.compat.horovod.common import basics
 from dure.compat.horovod.common.process_sets import ProcessSet
 from dure.compat.horovod.engine.entries import Entry
+from dure.compat.horovod.engine.failures import HorovodInternalError
 from dure.compat.horovod.engine.requests import BYTES, GLOBAL_SET, Request
 
 _NAMES = {getattr(torch, name): name for name in BYTES}
@@ -89,7 +90,7 @@ def submit(
         raise ValueError(f"{kind}: rank {engine.world.rank} is not in {process_set}")
     dtypes = tuple(_checked(kind, tensor) for tensor in tensors)
     if len({tensor.device for tensor in tensors}) > 1:
-        raise RuntimeError("the tensors of a grouped operation must be on one device")
+        raise HorovodInternalError("the tensors of a grouped operation must be on one device")
     with _lock:
         handle = _num_handles
         _num_handles += 1

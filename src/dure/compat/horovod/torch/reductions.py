@@ -9,6 +9,7 @@ from torch import Tensor
 
 from dure.compat.horovod.common import basics
 from dure.compat.horovod.common.process_sets import ProcessSet, global_process_set
+from dure.compat.horovod.engine.failures import HorovodInternalError
 from dure.compat.horovod.engine.requests import ADASUM, AVERAGE, PRODUCT, SUM
 from dure.compat.horovod.torch.compression import Compression
 from dure.compat.horovod.torch.handles import submit, synchronize
@@ -32,6 +33,8 @@ def reduction(op: int | None, average: bool | None) -> int:
 
 
 def _check_op(op: int, process_set: ProcessSet, known: Sequence[int]) -> None:
+    if op == ADASUM and ADASUM not in known:
+        raise HorovodInternalError("reducescatter has no Adasum: use allreduce, and take the rows of this rank")
     if op not in known:
         raise ValueError(f"op is {op!r} but must be a reduction of hvd that this operation has")
     if op != ADASUM:

@@ -128,17 +128,13 @@ def declared_of(run: Path) -> list[str]:
 
 
 @pytest.mark.parametrize(
-    ("samples", "task", "said"),
-    [
-        (44, "unscheduled", []),
-        (30, "unscheduled", ["batches: the run had an end at 30 samples, after a batch of 2; "]),
-        (44, "scheduled", ["learning rate: up to 44 samples that of a schedule over 44 samples, not over 132"]),
-    ],
+    ("samples", "said"),
+    [(44, []), (30, ["batches: the run had an end at 30 samples, after a batch of 2; "])],
 )
-def test_run_when_it_grows_then_what_its_first_end_changed_is_declared(samples, task, said, tmp_path):
+def test_run_when_it_grows_then_what_its_first_end_changed_is_declared(samples, said, tmp_path):
     settings = {**SETTINGS, "samples": samples}
     del settings["epochs"]
-    short = train_case(tmp_path, Unscheduled() if task == "unscheduled" else Regression(), "single", 1, **settings)
+    short = train_case(tmp_path, Unscheduled(), "single", 1, **settings)
     assert not declared_of(short)
     resumed(short, samples=None, epochs=3)
     resumed(short)  # what was done stays declared

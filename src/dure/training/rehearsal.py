@@ -245,35 +245,6 @@ def _compare_schedules(session: Session, schedule: Schedule | None) -> None:
                 session.notes.append(depends_on_ranks(difference))
 
 
-def has_other_factors(session: Session, schedule: Schedule, total_samples: int, end: int) -> bool:
-    """Return whether the schedule of a run of another length differs from this run's, up to a position.
-
-    Args:
-        session: Session with task and optimiser.
-        schedule: Schedule of this run.
-        total_samples: Samples of the other run.
-        end: Samples seen up to which they are compared.
-    """
-    strategy = session.strategy
-    with (
-        _only_asked(session, schedule),
-        _kept_groups(strategy.optimizer),
-        _kept_groups(strategy.built_optimizer),
-        suppress(Exception),
-        no_collectives(),
-    ):
-        for group in strategy.optimizer.param_groups:  # those of a checkpoint are of the steps before it
-            group["lr"] = group.get("initial_lr", group["lr"])
-        other = session.task.build_schedule(strategy.optimizer, total_samples)
-        if other is None:
-            return True
-        return any(
-            float(strategy.computed(schedule, seen)) != float(strategy.computed(other, seen))
-            for seen in sorted({0, end // 3, 2 * end // 3, max(end - 1, 0)})
-        )
-    return True
-
-
 @contextmanager
 def _only_asked(session: Session, schedule: Any) -> Iterator[_Asked]:
     """Restore what calls of a schedule change: generators, weights, buffers, modules, hooks, plain state and data."""

@@ -27,7 +27,7 @@ from dure.training.late_inspection import LateInspection
 from dure.training.loop import Boundary, StepOutcome, TrainingLoop
 from dure.training.memory_use import MemoryUse
 from dure.training.progress import Progress
-from dure.training.rehearsal import asked_schedule, has_other_factors, rehearse_evaluation
+from dure.training.rehearsal import asked_schedule, rehearse_evaluation
 from dure.training.run_state.capture import Progression
 from dure.training.run_state.checkpoint_policy import Checkpointer
 from dure.training.run_state.factor_check import FactorCheck
@@ -150,13 +150,7 @@ class Trainer:
             if self._loaders_differ():  # those of an undisturbed run began before this state was set
                 session.notes.append(FOLLOWS_STATE)
             if self.is_first:
-                session.notes += differs_in_length(
-                    self.run.events(),
-                    self.position.samples_seen,
-                    session.total_samples,
-                    session.order,
-                    lambda total, end: schedule is not None and has_other_factors(session, schedule, total, end),
-                )
+                session.notes += differs_in_length(self.position.samples_seen, session.order)
             self._print_start()
             self.loop = TrainingLoop(
                 session.strategy,

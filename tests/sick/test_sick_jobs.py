@@ -29,7 +29,7 @@ SICK: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         {**TWO, "strategy": "naive_ddp", "backend": "gloo", "comm": "naive", "samples": 6_000},
     ),
     "communication_bound": (
-        {"ballast": 10**7, "computing_each": 0.0055},
+        {"ballast": 10**7, "computing_each": 0.0037},
         {**TWO, "strategy": "naive_ddp", "backend": "gloo", "comm": "naive", "samples": 1_200},
     ),
     "python_bound": ({"num_layers": 150}, {"samples": 20_000}),

@@ -18,7 +18,7 @@ from dure.scripts.prove.certificate import Certificate
 if TYPE_CHECKING:
     from dure.scripts.prove.recording import Recording
 
-_OF_TYPES = re.compile(r"dtype|[Ss]calar type|Float|Double|Half|float|double|half")
+_OF_TYPES = re.compile(r"dtype|[Ss]calar type|Float|Double|Half")
 """Words of errors that another precision may mend."""
 _LOGS = re.compile(r"; see logs/ in \S+")
 """Hint at a folder that is removed."""
@@ -40,7 +40,6 @@ class ProofSettings:
     """`float64`, `float32` for the script's own, or `auto` for float64 where the script allows it."""
     batch_size_argument: str | None = None
     """Argument of the script with the batch of a rank, which is multiplied for one process."""
-    local_rank_argument: str = "auto"
 
 
 def prove(settings: ProofSettings, output: Path | None = None) -> Certificate:
@@ -194,7 +193,6 @@ class _Proof:
                 arguments=self._arguments(1 if fed_from is None else settings.nproc),
                 is_module=settings.is_module,
                 nproc=str(settings.nproc if fed_from is None else 1),
-                local_rank_argument=settings.local_rank_argument,
                 runs_dir=self._folder / "runs",
                 name=folder.name,
                 observer=(_OBSERVER, str(folder)),

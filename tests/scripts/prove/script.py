@@ -156,6 +156,11 @@ def main() -> None:
             optimizer.zero_grad()
             if schedule is not None:
                 schedule.step()
+            if VARIANT == "rate of a rank" and epoch == 2 and dist.get_rank():
+                optimizer.param_groups[0]["lr"] = 0.02
+            if VARIANT == "weights of a rank" and epoch == 2 and dist.get_rank():
+                with torch.no_grad():
+                    model.head.bias += 0.1
             if VARIANT == "rank 0 steps on" and dist.get_rank() == 0:
                 with torch.no_grad():
                     model.last.bias += 0.1

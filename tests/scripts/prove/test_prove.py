@@ -64,6 +64,8 @@ def test_script_when_it_is_right_then_it_is_equal(variant: str) -> None:
         ("scaled rate", "scaled_learning_rate", "torch.optim.SGD"),
         ("batchnorm", "batchnorm_statistics", "backward()"),
         ("clipped by each", "gradients_scaled_by_rank", "optimizer.step()"),
+        ("rate of a rank", "rates_part", "optimizer.step()"),
+        ("weights of a rank", "weights_part", "optimizer.step()"),
         ("rank 0 steps on", "weights_part", "optimizer.step()"),
     ],
 )
@@ -141,8 +143,13 @@ def test_script_when_it_allows_no_float64_and_reads_the_clock_then_both_are_said
     ("text", "kind", "said"),
     [
         ("print(1)", Misuse, "takes no step of a torch optimiser in its ranks"),
-        ("raise SystemExit(3)", WorkerFailed, "exit code 3|exited with 3|3"),
+        ("raise SystemExit(3)", WorkerFailed, "exit code 3"),
         ("def f(:", WorkerFailed, "SyntaxError"),
+        (
+            "import torch.multiprocessing as mp\ndef f(rank): pass\nmp.spawn(f, nprocs=2)",
+            WorkerFailed,
+            "starts its ranks by itself",
+        ),
     ],
 )
 def test_script_when_nothing_can_be_compared_then_says_so(text, kind, said, tmp_path: Path) -> None:

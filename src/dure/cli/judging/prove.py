@@ -110,17 +110,13 @@ def _lines(found: "Certificate", output: Path) -> Iterator["RenderableType"]:
             yield styled(f"  at {cause.line}", overflow="fold")
         yield Hanging(joined(("  cure: ", "bold"), cause.cure))
     yield ""
+    steps = f"{len(found.steps)} step{'s' * (len(found.steps) != 1)}"
     if found.verdict == "unproven":
-        yield styled(f"  {len(found.steps)} steps of the ranks compared with each other", "dim")
+        yield styled(f"  {steps} of the ranks compared with each other", "dim")
     elif found.steps:
-        worst = max(found.steps, key=lambda step: max(step.gradients, step.weights))
-        yield styled(
-            f"  {len(found.steps)} steps compared in {found.precision}; largest relative difference: gradients "
-            f"{worst.gradients:.1e}, weights {worst.weights:.1e} (up to {found.tolerance:.0e} is rounding)",
-            "dim",
-        )
-    yield styled(
-        f"  samples followed for {found.num_followed_steps} steps; certificate: {output}", "dim", overflow="fold"
-    )
+        gradients, weights = max(step.gradients for step in found.steps), max(step.weights for step in found.steps)
+        text = f"  {steps} compared in {found.precision}; largest relative difference: gradients {gradients:.1e}, "
+        yield Hanging(joined((f"{text}weights {weights:.1e} (up to {found.tolerance:.0e} is rounding)", "dim")))
+    yield Hanging(joined((f"  samples followed for {found.num_followed_steps} steps; certificate: {output}", "dim")))
     for note in found.notes:
         yield Hanging(joined(("  note: ", "bold"), note))

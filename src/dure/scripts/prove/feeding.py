@@ -1,6 +1,7 @@
 """Batches of several ranks, joined for one."""
 
 from collections.abc import Collection, Mapping
+from dataclasses import is_dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -53,10 +54,10 @@ class Batches:
             raise StopIteration
         wanted.samples = [sample for fetch in there for sample in fetch.samples or ()]
         wanted.size = sum(fetch.size for fetch in there)
-        kept = [fetch for fetch in there if fetch.batch is not None]
-        if not kept:
-            raise CannotJoin("the ranks fetched less for the compared steps than one process does")
-        return join([fetch.batch for fetch in kept], [len(fetch.samples or ()) for fetch in kept])
+        if any(fetch.batch is None for fetch in there):  # a part of the samples would be taken for all of them
+            problems = [problem for recording in self._ranks for problem in recording.problems]
+            raise CannotJoin(problems[0] if problems else "fewer batches than one process fetches for as many steps")
+        return join([fetch.batch for fetch in there], [len(fetch.samples or ()) for fetch in there])
 
     def give_weights(self, number: int, tensors: dict[str, Tensor]) -> None:
         """Set the weights and buffers of a model to those of the first recorded rank at its first call."""
@@ -144,6 +145,8 @@ def _has_tensors(found: Any) -> bool:
 
 def shaped(example: Any, batch: Any) -> Any:
     """Return a batch in containers of the types that an example has."""
+    if is_dataclass(example) and not isinstance(example, type) and isinstance(batch, dict):
+        return replace(example, **{name: shaped(getattr(example, name), each) for name, each in batch.items()})
     if isinstance(example, Mapping) and isinstance(batch, dict):
         inner = {key: shaped(example.get(key), each) for key, each in batch.items()}
         kind: Any = type(example)

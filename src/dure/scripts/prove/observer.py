@@ -14,12 +14,14 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NoReturn
 
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
 from torch.utils.data import DataLoader, IterableDataset, Subset
 
@@ -244,8 +246,9 @@ class Observer:
         if self._batches is not None:
             joined = self._batches.joined(fetch)  # raises StopIteration where no rank had more
             if run.loader not in self._shapes:
-                self._shapes[run.loader] = own()  # for the types of its containers
-            return self._converted(shaped(self._shapes[run.loader], joined))
+                with suppress(StopIteration):  # it may have no batch of its own
+                    self._shapes[run.loader] = own()  # for the types of its containers
+            return self._converted(shaped(self._shapes.get(run.loader), joined))
         batch = own()
         index = run.indices.popleft() if run.indices else None
         fetch.size = size_of(batch)
@@ -409,6 +412,8 @@ class Observer:
             self.recording.optimizer_lines.append(optimizer.__dict__.get("_made_at", ""))
         if not self._is_over():
             self._record_step(optimizer)
+        self.recording.rates.append(_rates(optimizer))
+        self.recording.weight_sums.append(_sum_of_weights(optimizer))
         self.recording.num_steps += 1
         self._losses, self._loss_lines, self._gradients = [], [], {}
         if self.recording.num_steps >= self._order.num_sample_steps or (self._batches is not None and self._is_over()):
@@ -423,7 +428,7 @@ class Observer:
             Step(
                 optimizer=number,
                 line=line_of_script(),
-                rates=[float(group["lr"]) for group in optimizer.param_groups if "lr" in group],
+                rates=_rates(optimizer),
                 losses=self._losses,
                 loss_lines=self._loss_lines,
                 gradients=self._gradients,
@@ -464,14 +469,19 @@ class _Pass:
 
 
 def line_of_script() -> str:
-    """Return the innermost line that is of no installed package and not of dure, as `file:line`."""
+    """Return as `file:line` the innermost line of the script's folder, or else one that is not of an installation."""
     frame: Any = sys._getframe(1)
+    folder = str(Path(getattr(sys.modules["__main__"], "__file__", None) or ".").absolute().parent)
+    elsewhere = ""
     while frame is not None:
         path = frame.f_code.co_filename
         if not path.startswith(("<", *_INSTALLED)) and "site-packages" not in path:
-            return f"{path}:{frame.f_lineno}"
+            line = f"{path}:{frame.f_lineno}"
+            if str(Path(path).absolute()).startswith(folder):
+                return line
+            elsewhere = elsewhere or line
         frame = frame.f_back
-    return ""
+    return elsewhere
 
 
 def plain(name: str) -> str:
@@ -509,6 +519,15 @@ def digests(batch: Any, size: int) -> list[str]:
     if not leaves:
         rows = [[repr(batch).encode()]]
     return [hashlib.blake2b(b"".join(row), digest_size=8).hexdigest() for row in rows]
+
+
+def _rates(optimizer: Any) -> list[float]:
+    return [float(group["lr"]) for group in optimizer.param_groups if "lr" in group]
+
+
+def _sum_of_weights(optimizer: Any) -> float:
+    weights = [parameter.detach() for group in optimizer.param_groups for parameter in group["params"]]
+    return sum(float(weight.double().sum()) for weight in weights if not isinstance(weight, DTensor))
 
 
 def _refuse_to_spawn(*_: Any, **__: Any) -> NoReturn:

@@ -128,6 +128,10 @@ class Recording:
     """Steps taken in all, of which the first are in `steps`."""
     lengths: dict[int, int] = field(default_factory=dict)
     """Last length of a loader that the script asked for, by the number of its data set."""
+    rates: list[list[float]] = field(default_factory=list)
+    """Learning rates of every followed step."""
+    weight_sums: list[float] = field(default_factory=list)
+    """Sum of the weights after every followed step; those that are divided over the ranks are left out."""
     initial: dict[str, Any] = field(default_factory=dict)
     """Weights and buffers of each model at its first call, by the number of the model and name."""
     optimizer_lines: list[str] = field(default_factory=list)
@@ -193,6 +197,8 @@ def plain_batch(value: Any) -> Any:
         return whole(value)
     if isinstance(value, np.ndarray) and value.dtype != object:
         return torch.from_numpy(value.copy())
+    if is_dataclass(value) and not isinstance(value, type):
+        return {each.name: plain_batch(getattr(value, each.name)) for each in fields(value)}
     if isinstance(value, Mapping):
         return {key: plain_batch(each) for key, each in value.items()}
     if isinstance(value, list | tuple):

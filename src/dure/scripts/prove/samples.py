@@ -146,7 +146,8 @@ def _of_whole_epoch(of_ranks: Sequence[Sequence[Fetch]], loader: Loader, epoch: 
     if loader.num_samples is not None and all(isinstance(each, int) for each in seen):
         num_missing = loader.num_samples - len(set(seen))
         missing = sorted(set(range(loader.num_samples)) - set(seen))
-        most_left_out = max((fetch.size for fetch in fetches), default=1) * len(of_ranks)
+        # a last batch that is left out (drop_last) is no fault
+        most_left_out = max(1, max((len(fetch.samples or ()) for fetch in fetches), default=1) * len(of_ranks))
         example = "" if loader.is_part or not missing else f", such as {missing[0]}"
         if num_missing >= most_left_out:
             return Cause(

@@ -29,7 +29,13 @@ def judge(certificate: Certificate, ranks: Sequence[Recording], one: Recording |
         ranks: Recordings of all ranks.
         one: Recording of one process that was given the ranks' samples; None if there is none.
     """
-    certificate.tolerance = TOLERANCES["half" if _has_halves(ranks) else certificate.precision]
+    certificate.tolerance = TOLERANCES[certificate.precision]
+    if _has_halves(ranks):
+        certificate.tolerance = TOLERANCES["half"]
+        certificate.notes.append(
+            f"the weights are in half precision, so differences up to {certificate.tolerance:.0%} count as rounding: "
+            "smaller faults are not seen"
+        )
     certificate.num_followed_steps = min(recording.num_steps for recording in ranks)
     certificate.notes += notes_on_samples(ranks)
     judgement, of_samples = _Judgement(certificate, ranks, one), [*causes_in_samples(ranks)]
@@ -94,13 +100,15 @@ class _Judgement:
             )
         if found is None and has_other_start and not self.compared:
             found = self._other_start(started)
+        if found is None:
+            found = self._parted_later()
         if found is not None:
             yield found
 
     def is_small(self, limit: float) -> bool:
-        """Return whether all differences of gradients are below a limit that is above the tolerance."""
+        """Return whether gradients differ by more than the tolerance, and by less than a limit."""
         found = [max(step.gradients, step.gradients_between_ranks) for step in self.compared]
-        return self._tolerance < limit and bool(found) and max(found) < limit and self.compared[-1].gradients > 0
+        return bool(found) and self._tolerance < max(found) < limit
 
     def _other_start(self, started: _Difference) -> Cause:
         return Cause(
@@ -121,7 +129,8 @@ class _Judgement:
         losses = [step.losses[-1] for step in steps if step.losses]
         mean = sum(losses) / len(losses) if len(losses) == len(steps) else None
         gradients = _largest([(steps[0].gradients, alone.gradients)]) if alone else _Difference(0.0, "")
-        weights = _largest([(steps[0].weights, alone.weights)]) if alone else _Difference(0.0, "")
+        moved = {name: each for name, each in steps[0].weights.items() if self._has_size(steps[0], name)}
+        weights = _largest([(moved, alone.weights)]) if alone else _Difference(0.0, "")
         buffers = _largest([(steps[0].buffers, alone.buffers)]) if alone else _Difference(0.0, "")
         sizes = [self._sizes(recording, number) for recording in self._ranks]
         self.compared.append(
@@ -162,7 +171,7 @@ class _Judgement:
             )
         if gradients.value > tolerance or set(steps[0].gradients) != set(alone.gradients):
             return self._other_gradients(number, steps, alone, gradients, sizes)
-        if weights.value > tolerance and self._has_size(steps[0], weights.name):
+        if weights.value > tolerance:
             return Cause(
                 id="other_update",
                 what=f"equal gradients change {weights.name} otherwise on {len(steps)} ranks than on one (by "
@@ -242,6 +251,32 @@ class _Judgement:
             step=number + 1,
         )
 
+    def _parted_later(self) -> Cause | None:
+        """Return a cause if rates or weights of the ranks part in a step that is followed, but not compared."""
+        first, line = self._ranks[0], self._ranks[0].steps[-1].line if self._ranks[0].steps else ""
+        for rank, other in enumerate(self._ranks[1:], start=1):
+            for number, (rates, others) in enumerate(zip(first.rates, other.rates, strict=False), start=1):
+                if _rates_differ(rates, others):
+                    return Cause(
+                        id="rates_part",
+                        what=f"the learning rate is {_few(rates)} on rank 0 and {_few(others)} on rank {rank}",
+                        cure="let all ranks step the schedule alike, by what all have: average a loss over the ranks "
+                        "before ReduceLROnPlateau gets it",
+                        line=line,
+                        step=number,
+                    )
+                one, two = first.weight_sums[number - 1], other.weight_sums[number - 1]
+                if not math.isclose(one, two, rel_tol=100 * self._tolerance, abs_tol=100 * self._tolerance):
+                    return Cause(
+                        id="weights_part",
+                        what=f"the weights of rank 0 and rank {rank} differ after the step (their sums are {one:.8g} "
+                        f"and {two:.8g})",
+                        cure="look for code that changes weights or takes steps on some ranks only",
+                        line=line,
+                        step=number,
+                    )
+        return None
+
     def _of_norms(self, number: int, name: str) -> Cause:
         norms = self._ranks[0].norms
         module = name.rpartition(".")[0]
@@ -308,7 +343,8 @@ class _Judgement:
             return Cause(
                 id="other_draws",
                 what="random numbers are drawn between the batch and the loss, other ones on each rank",
-                cure="this is a reason and no fault; draw them from the samples' numbers to make them the same",
+                cure="this is a reason and no fault, but what else differs is not seen behind it: leave the draws out, "
+                "or draw them from the samples' numbers, and prove again",
                 line=line,
                 step=here,
                 is_fault=False,

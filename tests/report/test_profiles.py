@@ -125,7 +125,10 @@ def test_merge_when_events_are_foreign_then_those_of_the_rank_are_kept(run):
 
 @pytest.mark.parametrize(
     "data",
-    [b"", b"\x1f\x8b", b"{}", gzip.compress(b"[1]"), gzip.compress(b'{"traceEvents": ')],
+    [
+        *(b"", b"\x1f\x8b", b"{}", gzip.compress(b"[1]"), gzip.compress(b'{"traceEvents": ')),
+        gzip.compress(b'{"traceEvents": []}')[:12] + b"\xff" * 20,  # no deflated data
+    ],
     ids=["empty", "head", "plain", "list", "cut"],
 )
 def test_merge_when_a_profile_is_damaged_then_the_others_are_read(run, data):

@@ -14,7 +14,7 @@ from dure.comm.choice import open_chosen
 from dure.comm.groups import ProcessGroup
 from dure.errors import EnvironmentLacks, TaskInvalid
 from dure.strategies.data_parallel.options import RingDDPOptions
-from dure.strategies.data_parallel.ring_ddp import BucketReducer
+from dure.strategies.data_parallel.ring_ddp import BucketReducer, OrderedLaunches
 from dure.torchcompat.gradients import call_after_backward
 
 
@@ -100,8 +100,7 @@ class RingDDP(nn.Module):
         self._synchronises = True
         self._reached: list[nn.Parameter] = []
         self._is_under_way = False
-        self._waiting: list[set[int]] = []
-        self._launched = 0
+        self._launches = OrderedLaunches(self.gradients.buckets, self._reducer.launch, "delay_allreduce=True")
         self._hooks = [
             parameter.register_post_accumulate_grad_hook(self._arrival_hook(position))
             for position, parameter in enumerate(self._parameters_reduced)
@@ -140,7 +139,6 @@ class RingDDP(nn.Module):
 
     def _arrival_hook(self, position: int) -> Callable[[nn.Parameter], None]:
         keep = self.gradients.keeper(position, self._reached)
-        bucket = next(i for i, each in enumerate(self.gradients.buckets) if position in each.positions)
 
         def note(parameter: nn.Parameter) -> None:
             keep(parameter)
@@ -148,34 +146,21 @@ class RingDDP(nn.Module):
                 return
             if not self._is_under_way:
                 self._begin_backward()
-            last = len(self.gradients.buckets) - 1
-            if not self._is_overlapped or bucket == last:
-                return  # the last bucket says which parameters were used, which is known after backward
-            if bucket < self._launched:
-                raise TaskInvalid(
-                    "a parameter got a second gradient after its bucket had been sent (a part of the model runs its "
-                    "backward twice, as reentrant activation checkpointing does): pass delay_allreduce=True"
-                )
-            self._waiting[bucket].discard(position)
-            # every rank must reduce in the same order, so a full bucket waits for those before it
-            while self._launched < last and not self._waiting[self._launched]:
-                self._reducer.launch(self.gradients.buckets[self._launched])
-                self._launched += 1
+            if self._is_overlapped:
+                self._launches.arrived(position)
 
         return note
 
     def _begin_backward(self) -> None:
         self._is_under_way = True
-        self._launched = 0
-        self._waiting = [set(bucket.positions) for bucket in self.gradients.buckets]
+        self._launches.begin()
         call_after_backward(self._end_backward)
 
     def _end_backward(self) -> None:
         """Reduce what is left, and give every parameter its mean."""
         try:
             self._note_used()
-            rest = self.gradients.buckets[self._launched :]
-            for bucket in rest:
+            for bucket in self._launches.rest:
                 self._reducer.launch(bucket)
             self._reducer.wait()
             self._take_others()

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from dure.documents import DocumentInvalid, read_json
+from dure.documents import DocumentInvalid, parse_json, read_json
 from dure.own_files import open_own
 from dure.records.rank_profiles import PROFILES, TRACE, facts_path, operators_path
 from dure.records.run_dir import RunDir, os_errors_as_sentences
@@ -187,8 +187,9 @@ def _read(path: Path) -> dict[str, Any]:
         with gzip.open(path, "rb") as file:
             data = file.read(_MOST_BYTES + 1)
         # torch writes bytes of names as they are, and they may be those of a file of any encoding
-        found = json.loads(data.decode("utf-8", "replace")) if len(data) <= _MOST_BYTES else None
-    except (OSError, EOFError, ValueError, RecursionError):
+        text = data.decode("utf-8", "replace")
+        found = parse_json(text, may_repeat_keys=True, most_depth=None) if len(data) <= _MOST_BYTES else None
+    except (OSError, EOFError, zlib.error, ValueError, DocumentInvalid):
         return {}
     return found if isinstance(found, dict) else {}
 

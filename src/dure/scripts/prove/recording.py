@@ -12,6 +12,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from dure.documents import parse_json
 from dure.strategies.state.tensor_shard import TensorShard
 from dure.training.checkpoints.state_tree import NamedTensors, decode, encode
 
@@ -44,7 +45,7 @@ class Order:
     @classmethod
     def read(cls, folder: Path) -> "Order":
         """Read the order from the folder of an observed run."""
-        return cls(**json.loads((folder / ORDER).read_text()))
+        return cls(**parse_json((folder / ORDER).read_text()))
 
 
 @dataclass(kw_only=True)
@@ -168,7 +169,7 @@ def save(recording: Recording, path: Path) -> None:
 def load(path: Path) -> Recording:
     """Read a recording."""
     tensors = load_file(path.with_suffix(".safetensors"))
-    found = decode(json.loads(path.read_text()), tensors.__getitem__)
+    found = decode(parse_json(path.read_text(), may_repeat_keys=True, most_depth=None), tensors.__getitem__)
     kinds: dict[str, Any] = {"loaders": Loader, "fetches": Fetch, "steps": Step}
     values: dict[str, Any] = {
         name: [kinds[name](**each) for each in value] if name in kinds else value for name, value in found.items()

@@ -9,7 +9,7 @@ thread, on an accelerator by asynchronous calls. Apex's options have their own n
 
 import queue
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -87,8 +87,7 @@ class RingDDP(Strategy):
         self._is_overlapped = len(self.gradients.buckets) > 1 and not options.delay_allreduce
         self._reached: list[nn.Parameter] = []
         """Parameters to which backward has given a gradient in this step."""
-        self._waiting = [set[int]()] * 0
-        self._launched = 0
+        self._launches = OrderedLaunches(self.gradients.buckets, self.reducer.launch, "--ring-ddp.delay-allreduce")
         self._is_last = False
         self._is_all_reached = True
         for position, parameter in enumerate(self.trainable):
@@ -124,8 +123,7 @@ class RingDDP(Strategy):
         """Accumulate without communication; the last microstep's backward launches the buckets that it fills."""
         self.sums.begin(requests)
         self._reached.clear()
-        self._waiting = [set(bucket.positions) for bucket in self.gradients.buckets]
-        self._launched = 0
+        self._launches.begin()
         if self.compression is not None:
             self.compression.begin_step(self.expectation)
         pending = iter(microbatches)
@@ -140,23 +138,11 @@ class RingDDP(Strategy):
         self._is_last = False
 
     def _arrival_hook(self, position: int, keep: Callable[[nn.Parameter], None]) -> Callable[[nn.Parameter], None]:
-        bucket = next(i for i, bucket in enumerate(self.gradients.buckets) if position in bucket.positions)
-        last = len(self.gradients.buckets) - 1
 
         def note(parameter: nn.Parameter) -> None:
             keep(parameter)
-            if not self._is_last or bucket == last:
-                return  # the last bucket carries the facts, which are known after backward
-            if bucket < self._launched:
-                raise TaskInvalid(
-                    "a parameter got a second gradient after its bucket had been sent (a part of the model runs its "
-                    "backward twice, as reentrant activation checkpointing does): pass --ring-ddp.delay-allreduce"
-                )
-            self._waiting[bucket].discard(position)
-            # every rank must reduce in the same order, so a full bucket waits for those before it
-            while self._launched < last and not self._waiting[self._launched]:
-                self.reducer.launch(self.gradients.buckets[self._launched])
-                self._launched += 1
+            if self._is_last:
+                self._launches.arrived(position)
 
         return note
 
@@ -165,8 +151,8 @@ class RingDDP(Strategy):
     def sync_gradients(self) -> StepFacts:
         """Send the remaining buckets, the facts with the last, and wait for all of them."""
         self._write_tail()
-        rest = self.gradients.buckets[self._launched :]
-        if self._launched == 0:
+        rest = self._launches.rest
+        if len(rest) == len(self.gradients.buckets):
             for bucket in rest:
                 self.reducer.reduce(bucket)
         else:
@@ -240,6 +226,53 @@ class RingDDP(Strategy):
     def close(self) -> None:
         """Stop the thread, and close the algorithm."""
         self.reducer.close()
+
+
+class OrderedLaunches:
+    """Buckets of one backward, launched in their order as they are filled; the last one waits for its tail."""
+
+    def __init__(self, buckets: Sequence[Bucket], launch: Callable[[Bucket], None], cure: str) -> None:
+        """Prepare for buckets.
+
+        Args:
+            buckets: Buckets, in the order in which every rank reduces them.
+            launch: Starts to reduce one.
+            cure: Option that sends nothing before backward has ended, for a model that needs that.
+        """
+        self._buckets, self._launch, self._cure = buckets, launch, cure
+        self._bucket_of = {position: number for number, bucket in enumerate(buckets) for position in bucket.positions}
+        self._waiting: list[set[int]] = []
+        self._launched = 0
+
+    @property
+    def rest(self) -> Sequence[Bucket]:
+        """Buckets that are not launched yet."""
+        return self._buckets[self._launched :]
+
+    def begin(self) -> None:
+        """Begin a backward, in which no bucket is launched yet."""
+        self._waiting = [set(bucket.positions) for bucket in self._buckets]
+        self._launched = 0
+
+    def arrived(self, position: int) -> None:
+        """Note that a parameter has its gradient, and launch the buckets that are full.
+
+        Raises:
+            TaskInvalid: Its bucket was launched before.
+        """
+        bucket, last = self._bucket_of[position], len(self._buckets) - 1
+        if bucket == last:
+            return  # it carries the tail, which is known after backward
+        if bucket < self._launched:
+            raise TaskInvalid(
+                "a parameter got a second gradient after its bucket had been sent (a part of the model runs its "
+                f"backward twice, as reentrant activation checkpointing does): pass {self._cure}"
+            )
+        self._waiting[bucket].discard(position)
+        # every rank must reduce in the same order, so a full bucket waits for those before it
+        while self._launched < last and not self._waiting[self._launched]:
+            self._launch(self._buckets[self._launched])
+            self._launched += 1
 
 
 class BucketReducer:

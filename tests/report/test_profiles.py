@@ -126,10 +126,14 @@ def test_merge_when_events_are_foreign_then_those_of_the_rank_are_kept(run):
 @pytest.mark.parametrize(
     "data",
     [
-        *(b"", b"\x1f\x8b", b"{}", gzip.compress(b"[1]"), gzip.compress(b'{"traceEvents": ')),
-        gzip.compress(b'{"traceEvents": []}')[:12] + b"\xff" * 20,  # no deflated data
+        b"",
+        b"\x1f\x8b",
+        b"{}",
+        gzip.compress(b"[1]"),
+        gzip.compress(b'{"traceEvents": '),
+        gzip.compress(b'{"traceEvents": []}')[:10] + b"\xff" * 20,  # no deflated data
     ],
-    ids=["empty", "head", "plain", "list", "cut"],
+    ids=["empty", "cut off", "not compressed", "a list", "half", "not deflated"],
 )
 def test_merge_when_a_profile_is_damaged_then_the_others_are_read(run, data):
     _rank(run, 0, [_operator(3.5)])

@@ -3,6 +3,7 @@
 import json
 from collections import deque
 from pathlib import Path
+from queue import Queue
 from typing import Any
 
 import numpy as np
@@ -180,6 +181,23 @@ def test_data_set_when_it_closes_a_file_as_it_is_freed_then_no_copy_closes_it(tm
     assert not state.keeps_random_values(read)
     del state
     assert not samples.file.closed
+
+
+def test_data_set_when_a_thread_fills_its_queue_then_no_copy_waits_for_one_of_its_own() -> None:
+    class Fed(Samples):
+        def __init__(self) -> None:
+            super().__init__(*data())
+            self.items: Queue[int] = Queue()
+
+        def __getitem__(self, index: int) -> Any:
+            return super().__getitem__(index)[0] * self.items.get(timeout=5)
+
+    samples = Fed()
+    state = DataState(samples)
+    for _ in range(40):
+        samples.items.put(1)
+    assert not state.follows_from_other_reads(read)
+    assert samples.items.qsize() < 40  # the copies share it
 
 
 class PastesLast(ZooTask):

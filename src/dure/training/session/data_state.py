@@ -1,6 +1,7 @@
 """State of data sets that no checkpoint holds: tensors that change, and random values that samples keep."""
 
 import copy
+import sys
 import time
 from array import array
 from collections import deque
@@ -184,6 +185,8 @@ def _has_own_state(data: Any) -> bool:
             raise TypeError(f"{cls.__name__} has __del__")
         return True
     if isinstance(data, type | nn.Module) or not hasattr(data, "__dict__") or ends_something:
+        return False
+    if cls.__module__.partition(".")[0] in sys.stdlib_module_names:  # a copy of a queue would never be filled
         return False
     is_copied_as_usual = all(getattr(cls, name) is getattr(object, name) for name in _COPYING)
     return is_copied_as_usual and not hasattr(cls, "__copy__")

@@ -1,5 +1,6 @@
 """Modules around a model, for loops that are written by hand: the strategies' own ways to reduce and to divide."""
 
+from dure.parallel.balanced import BalancedDataParallel, DataParallelCriterion
 from dure.parallel.ring_ddp import RingDDP
 
-__all__ = ["RingDDP"]
+__all__ = ["BalancedDataParallel", "DataParallelCriterion", "RingDDP"]

@@ -11,7 +11,8 @@ from torch.nn.utils.rnn import pack_sequence
 from dure.errors import TaskInvalid
 from dure.strategies.contract.batch_layout import layout_of
 from dure.strategies.contract.batches import Microbatch, RowWatch, map_tensors, split_batch, to_device
-from dure.strategies.data_parallel.balanced_dp import BalancedDataParallel, UnevenParts
+from dure.strategies.data_parallel.balanced_dp import UnevenParts
+from dure.strategies.data_parallel.device_shares import fractions_of
 from tests.specs import spec_of
 
 Pair = namedtuple("Pair", "x y")
@@ -210,10 +211,8 @@ def test_what_is_the_same_in_both_batches_goes_to_every_part(value):
 
 @given(microbatch_size=st.integers(1, 300), first=st.floats(0, 1), devices=st.integers(2, 8))
 def test_no_device_gets_more_than_its_microbatch(microbatch_size, first, devices):
-    strategy = BalancedDataParallel.__new__(BalancedDataParallel)
-    strategy.devices = (torch.device("cpu"),) * devices
     parts = UnevenParts(spec_of("balanced_dp"), 1)
-    parts.fractions = strategy._fractions(first)
+    parts.fractions = fractions_of(devices, first)
     assert max(parts.divided(parts.process_size(microbatch_size))) <= microbatch_size
 
 

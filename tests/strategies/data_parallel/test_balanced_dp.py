@@ -10,8 +10,9 @@ from dure.comm.groups import Solo
 from dure.errors import TaskInvalid
 from dure.strategies.contract.context import StrategyContext
 from dure.strategies.contract.precision import Precision
-from dure.strategies.data_parallel import balanced_dp
-from dure.strategies.data_parallel.balanced_dp import BalancedDataParallel, state_tensors_per_parameter
+from dure.strategies.data_parallel import device_shares
+from dure.strategies.data_parallel.balanced_dp import BalancedDataParallel
+from dure.strategies.data_parallel.device_shares import state_tensors_per_parameter
 from dure.strategies.table import STRATEGIES
 from tests.specs import spec_of
 from tests.strategies.contract.test_base import ROWS, prepared, step
@@ -47,8 +48,8 @@ def test_a_given_share_splits_the_batch_as_stated(share, devices, split):
 
 def prepared_with_memory(monkeypatch, available_bytes, build_optimizer, devices=2, numel=100, **options):
     """Return the fractions of a strategy over one float32 parameter on a machine that has so much memory left."""
-    monkeypatch.setattr(balanced_dp, "total_memory_bytes", lambda: 2000)
-    monkeypatch.setattr(balanced_dp, "available_memory_bytes", lambda: available_bytes)
+    monkeypatch.setattr(device_shares, "total_memory_bytes", lambda: 2000)
+    monkeypatch.setattr(device_shares, "available_memory_bytes", lambda: available_bytes)
     strategy = BalancedDataParallel(
         StrategyContext(
             STRATEGIES["balanced_dp"],

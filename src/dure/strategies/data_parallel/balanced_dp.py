@@ -5,26 +5,27 @@ others have room. Here every replica computes loss and backward of its own sampl
 them.
 """
 
-import copy
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch.optim import Optimizer
+from torch import nn
 
 from dure.data.partition import shares
 from dure.data.randomness import kept_global_randomness
 from dure.errors import TaskInvalid, message_of
-from dure.host.device_kinds import memory_of
-from dure.host.devices import available_memory_bytes, total_memory_bytes
 from dure.strategies.contract.batch_layout import Layout, Role, layout_of
 from dure.strategies.contract.batch_parts import BatchParts
 from dure.strategies.contract.batches import Microbatch, split_batch, to_device
 from dure.strategies.contract.context import StrategyContext
 from dure.strategies.contract.step_facts import LossTerm, Requests
 from dure.strategies.data_parallel.device_replicas import DeviceReplicas
+from dure.strategies.data_parallel.device_shares import (
+    device0_share_by_memory,
+    fractions_of,
+    state_tensors_per_parameter,
+)
 from dure.strategies.data_parallel.loss_replicas import Loss, LossReplicas, same_everywhere
 from dure.strategies.data_parallel.options import BalancedOptions
 from dure.strategies.division.divided_calls import check_parameters
@@ -73,11 +74,16 @@ class BalancedDataParallel(DeviceReplicas):
         super().distribute()
         self._layout: Layout | None = None
         first = self.options.device0_share
-        self.parts.fractions = self._fractions(device0_share_by_memory(self) if first is None else first)
+        self.parts.fractions = fractions_of(len(self.devices), self._share_by_memory() if first is None else first)
 
-    def _fractions(self, first: float) -> list[float]:
-        others = len(self.devices) - 1
-        return [1.0] if others == 0 else [first] + [(1 - first) / others] * others
+    def _share_by_memory(self) -> float:
+        gradient_bytes = sum(p.numel() * p.element_size() for p in self.trainable)
+        return device0_share_by_memory(
+            self.devices,
+            gradient_bytes=gradient_bytes,
+            state_bytes=gradient_bytes * state_tensors_per_parameter(self.optimizer),
+            counts_all=self.spec.deterministic,
+        )
 
     def forward_backward(self, microbatches: Iterable[Microbatch], *, global_samples: int, requests: Requests) -> None:
         """Compute the gradients of every device's own samples, then add them up on device 0."""
@@ -192,29 +198,6 @@ class BalancedDataParallel(DeviceReplicas):
         return self.bytes_between_devices()
 
 
-def device0_share_by_memory(strategy: BalancedDataParallel) -> float:
-    """Return the fraction of a batch for device 0 with which all devices fill up at the same batch size.
-
-    The memory of a device for activations is its free memory less later allocations: the gradients on every device, and
-    the optimiser's state on the first. Memory used by other processes varies, and the shares with it: a deterministic
-    run counts all memory as free.
-    """
-    devices = strategy.devices
-    if len(devices) == 1:
-        return 1.0
-    is_all_counted = strategy.spec.deterministic
-    memories = [memory for memory in map(memory_of, devices) if memory is not None]
-    if len(memories) == len(devices):
-        free = [float(memory[is_all_counted]) for memory in memories]
-    else:
-        free = [(total_memory_bytes() if is_all_counted else available_memory_bytes()) / len(devices)] * len(devices)
-    gradient_bytes = sum(p.numel() * p.element_size() for p in strategy.trainable)
-    state_bytes = gradient_bytes * state_tensors_per_parameter(strategy.optimizer)
-    left = [max(0.0, available - gradient_bytes) for available in free]
-    left[0] = max(0.0, left[0] - state_bytes)
-    return left[0] / sum(left) if sum(left) else 1 / len(devices)
-
-
 def _layout_of_examples(example: Callable[[int], Any], num_samples: int) -> Layout:
     sizes = (2, 3) if num_samples > 2 else (1, 2)
     try:
@@ -223,35 +206,3 @@ def _layout_of_examples(example: Callable[[int], Any], num_samples: int) -> Layo
     except Exception:  # the collate accepts batches of one size only: roles then follow from a single batch
         return {}
     return layout if Role.SAMPLES in layout.values() else {}
-
-
-_USUAL_STATE_TENSORS = 2.0
-"""Parameter-sized tensors that AdamW keeps, assumed for an optimiser that cannot be tried."""
-
-
-def state_tensors_per_parameter(optimizer: Optimizer) -> float:
-    """Return the number of parameter-sized tensors that the optimiser keeps, by stepping a copy on small tensors."""
-    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    total: int = sum(parameter.numel() for parameter in parameters)
-    if not total:
-        return _USUAL_STATE_TENSORS
-    if optimizer.state:
-        counts = [_parameter_sized(optimizer.state.get(p, {}), p) for p in parameters]
-    else:
-        probes = [nn.Parameter(p.new_zeros([2] * p.dim()), p.requires_grad) for p in parameters]
-        try:
-            # a copy of everything except the parameters: its constructor's arguments are unknown
-            twin = copy.deepcopy(optimizer, {id(p): probe for p, probe in zip(parameters, probes, strict=True)})
-            for probe in probes:
-                probe.grad = torch.zeros_like(probe)
-            twin.step()
-            counts = [_parameter_sized(twin.state.get(probe, {}), probe) for probe in probes]
-        except Exception:  # the optimiser may fail on these tensors for any reason
-            return _USUAL_STATE_TENSORS
-    kept = sum(count * parameter.numel() for count, parameter in zip(counts, parameters, strict=True))
-    return float(kept / total)
-
-
-def _parameter_sized(state: Any, parameter: Tensor) -> int:
-    values = state.values() if isinstance(state, dict) else []
-    return sum(isinstance(value, Tensor) and value.shape == parameter.shape for value in values)

@@ -196,11 +196,19 @@ class Replica:
     def give_back(self) -> None:
         """Copy changes of the replica into the model: values and flags, but no attributes."""
         with torch.no_grad():
-            for original, copied in [*self.pairs(), *self._buffers]:
+            for original, copied in self.pairs():
                 original.copy_(copied)
                 original.requires_grad_(copied.requires_grad)
+        self.give_back_buffers()
         for module, replica in self._members:
             module.training = replica.training
+
+    def give_back_buffers(self) -> None:
+        """Copy the replica's buffers into the model's."""
+        with torch.no_grad():
+            for original, copied in self._buffers:
+                original.copy_(copied)
+                original.requires_grad_(copied.requires_grad)
 
     def originals_in(self, value: Any) -> Any:
         """Return a value of the replica with the model's own objects in place of their counterparts."""

@@ -71,7 +71,9 @@ class ScriptSettings:
     grace_seconds: float = 30.0
     threads: int | None = None
     local_rank_argument: str = "auto"
-    """Form of the local rank's argument: `auto`, `none`, `dash` (`--local-rank`) or `underscore` (`--local_rank`)."""
+    """Form of the local rank's argument: `auto`, `none`, `dash` (`--local-rank`), `underscore` (`--local_rank`), or
+    `apex` (`--world-size` and `--rank` after the script's own arguments).
+    """
     with_prefix: bool = True
     nnodes: int = 1
     node_rank: int | None = None

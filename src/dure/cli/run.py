@@ -107,9 +107,10 @@ def run(
         int | None, Parameter(help="CPU threads per rank (default: cores / ranks)", show_default=False)
     ] = None,
     local_rank_argument: Annotated[
-        Literal["auto", "none", "dash", "underscore"],
+        Literal["auto", "none", "dash", "underscore", "apex"],
         Parameter(
-            help="give --local-rank or --local_rank, as the old launcher did; auto looks whether the script wants it"
+            help="give --local-rank or --local_rank, as the old launcher did, or --world-size and --rank, as Apex's; "
+            "auto looks whether the script wants the first"
         ),
     ] = "auto",
     no_prefix: Annotated[
@@ -122,7 +123,7 @@ def run(
     runs_dir: Annotated[Path, Parameter(help="folder of the runs")] = Path("runs"),
     name: Annotated[str | None, Parameter(help="its name (default: date and script)", show_default=False)] = None,
     as_: Annotated[
-        Literal["horovod"] | None,
+        Literal["apex", "horovod"] | None,
         Parameter(name="--as", show_default=False, help="let the script import this library, which dure stands in for"),
     ] = None,
     share_run: Annotated[

@@ -47,7 +47,7 @@ class ScriptJob:
     arguments: tuple[str, ...] = ()
     is_module: bool = False
     local_rank_argument: str = "auto"
-    """Form of the local rank's argument: `auto`, `none`, `dash` or `underscore`."""
+    """Form of the local rank's argument: `auto`, `none`, `dash`, `underscore` or `apex`."""
     max_restarts: int = 0
     role: str = "default"
     num_nodes: int = 1

@@ -38,7 +38,7 @@ threads with the GIL held, which gloo's threads need too (5 of 11 plain DDP scri
 _closing: list[Callable[[], None]] = []
 """Functions to call at the end of the script, of modules that observe it."""
 _INTERFACE_VARIABLES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "TP_SOCKET_IFNAME")
-FACES = {"horovod": "dure.compat.horovod.finder"}
+FACES = {"apex": "dure.compat.apex.finder", "horovod": "dure.compat.horovod.finder"}
 """Libraries whose interface dure has, with the module that lets a script import it by the library's name."""
 _LOCAL_RANK_FLAGS = {"dash": "--local-rank", "underscore": "--local_rank"}
 
@@ -252,6 +252,8 @@ def _run(job: ScriptJob, place: Place, losses: _Losses) -> int:
         flag = local_rank_flag(Path(job.script))
     if flag is not None:
         arguments.insert(0, f"{flag}={place.rank.local_rank}")
+    if argument == "apex":
+        arguments += ["--world-size", str(place.rank.world_size), "--rank", str(place.rank.rank)]
     _be_as_python_begins()
     if job.observer is not None:
         module, given = job.observer

@@ -2,17 +2,15 @@
 
 import functools
 from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.utils import _pytree as pytree
 
+from dure.compat.apex.amp.casts import choose_types, converted
 from dure.compat.apex.amp.levels import Properties, properties_of
 from dure.compat.apex.amp.scaling import SCALING, LossScaler, ScaledOptimizer
-from dure.host.devices import accelerator
 from dure.torchcompat.modules import BatchNorm
 
 
@@ -68,7 +66,7 @@ def initialize(
         _check_is_bare(model)
         _cast(model, properties, cast_model_outputs)
     if properties.patch_torch_functions:
-        _choose_types(enabled=True)
+        choose_types(enabled=True)
     given = [] if optimizers is None else optimizers if isinstance(optimizers, list | tuple) else [optimizers]
     SCALING.scalers = [LossScaler(properties.loss_scale, min_loss_scale, max_loss_scale) for _ in range(num_losses)]
     SCALING.optimizers = [ScaledOptimizer(each, has_masters=properties.master_weights) for each in given]
@@ -98,49 +96,18 @@ def _cast(model: nn.Module, properties: Properties, outputs: torch.dtype | None)
     @functools.wraps(forward)
     def casting(*inputs: Any, **keywords: Any) -> Any:
         if kind is not None:
-            inputs, keywords = _converted((inputs, keywords), kind)
-        return _converted(forward(*inputs, **keywords), outputs or torch.float32)
+            inputs, keywords = converted((inputs, keywords), kind)
+        return converted(forward(*inputs, **keywords), outputs or torch.float32)
 
     model.forward = casting
 
 
 def _as_float32(module: nn.Module, inputs: tuple[Any, ...]) -> Any:
-    return _converted(inputs, torch.float32)
+    return converted(inputs, torch.float32)
 
 
 def _as_type(kind: torch.dtype, module: nn.Module, inputs: Any, output: Any) -> Any:
-    return _converted(output, kind)
-
-
-def _converted(values: Any, kind: torch.dtype) -> Any:
-    return pytree.tree_map(
-        lambda each: each.to(kind) if isinstance(each, Tensor) and each.is_floating_point() else each, values
-    )
-
-
-def _kinds() -> list[str]:
-    """Return the kinds of devices here, the CPU first."""
-    kind = accelerator()
-    return ["cpu"] if kind is None else ["cpu", kind]
-
-
-def _choose_types(*, enabled: bool) -> None:
-    """Let operations choose their type everywhere, or no longer."""
-    for device in _kinds():
-        torch.set_autocast_dtype(device, torch.float16)
-        torch.set_autocast_enabled(device, enabled)
-
-
-@contextmanager
-def disable_casts() -> Iterator[None]:
-    """Compute in the types of the operands, as without O1."""
-    before = {device: torch.is_autocast_enabled(device) for device in _kinds()}
-    _choose_types(enabled=False)
-    try:
-        yield
-    finally:
-        for device, was in before.items():
-            torch.set_autocast_enabled(device, was)
+    return converted(output, kind)
 
 
 def master_params(optimizer: Optimizer) -> Iterator[Tensor]:
@@ -172,4 +139,4 @@ def load_state_dict(state_dict: dict[str, Any]) -> None:
         scaler.scale, scaler.unskipped = float(kept["loss_scale"]), int(kept["unskipped"])
 
 
-__all__ = ["disable_casts", "initialize", "load_state_dict", "master_params", "state_dict"]
+__all__ = ["initialize", "load_state_dict", "master_params", "state_dict"]

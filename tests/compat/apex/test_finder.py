@@ -75,7 +75,7 @@ def run(script: Path, *command: str) -> list[str]:
         [sys.executable, "-m", *command], cwd=script.parent, capture_output=True, text=True, timeout=120, check=False
     )
     assert done.returncode == 0, done.stderr
-    return [line[line.find("rank ") :] for line in done.stdout.splitlines()]
+    return [line[line.rfind("rank ") :] for line in done.stdout.splitlines()]
 
 
 @pytest.mark.slow

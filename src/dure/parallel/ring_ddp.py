@@ -72,7 +72,7 @@ class RingDDP(nn.Module):
             raise EnvironmentLacks("RingDDP needs a process group: call torch.distributed.init_process_group first")
         self.module = module
         self._parameters_reduced = [parameter for parameter in module.parameters() if parameter.requires_grad]
-        device = _only_device(module, self._parameters_reduced)
+        device = only_device(module, self._parameters_reduced)
         self._group = ProcessGroup(device, process_group)
         options = RingDDPOptions(
             message_size=message_size,
@@ -182,19 +182,24 @@ class RingDDP(nn.Module):
             parameter.grad = view if used else None
 
 
-def _only_device(module: nn.Module, parameters: list[nn.Parameter]) -> torch.device:
+def only_device(module: nn.Module, parameters: list[nn.Parameter], wrapper: str = "RingDDP") -> torch.device:
     """Return the device of a model.
+
+    Args:
+        module: Model.
+        parameters: Those that are trained.
+        wrapper: Name for messages.
 
     Raises:
         TaskInvalid: It has several, no trained parameters, or sparse gradients.
     """
     if not parameters:
-        raise TaskInvalid("RingDDP has nothing to average: no parameter of the model requires a gradient")
+        raise TaskInvalid(f"{wrapper} has nothing to average: no parameter of the model requires a gradient")
     devices = {parameter.device for parameter in module.parameters()}
     if len(devices) > 1:
         raise TaskInvalid(
-            f"RingDDP takes a model on one device, and this one is on {', '.join(sorted(map(str, devices)))}: move it "
-            "to one first"
+            f"{wrapper} takes a model on one device, and this one is on {', '.join(sorted(map(str, devices)))}: move "
+            "it to one first"
         )
     sparse = [name for name, each in module.named_modules() if getattr(each, "sparse", False) is True]
     if sparse:

@@ -3,17 +3,15 @@
 from dataclasses import replace
 from typing import Any
 
-import torch
 from torch import Tensor
 
-from dure.host.device_kinds import copies_beside
 from dure.strategies.contract.batch_parts import DataShare
 from dure.strategies.contract.context import StrategyContext
 from dure.strategies.contract.strategy import Strategy
 from dure.strategies.contract.weight_rules import WeightRules
+from dure.strategies.parameter_server.exchange import Exchange
 from dure.strategies.parameter_server.options import ParameterServerOptions
 from dure.strategies.parameter_server.serving import Serving
-from dure.strategies.parameter_server.shards import Message
 from dure.strategies.state.optimizer import optimizer_to_names
 from dure.strategies.state.saved_state import StateSource, StrategyState
 from dure.strategies.state.tensor_shard import Needs
@@ -48,14 +46,16 @@ class Worker(Strategy):
         """Lay out a push and a pull for each server; the optimiser keeps no state here."""
         self.serving.divide(self.model, self.optimizer)
         self.optimizer.state.clear()  # some have state from the start (Adagrad), and so have the servers
-        parameters = dict(self.model.named_parameters())
-        is_pinned = copies_beside(self.device.type)
-        self.pushes, self.pulls = [], []
-        for shards in self.serving.shards:
-            # after the header: a flag per shard, whether it has a gradient
-            self.pushes.append(Message(self.num_push_numbers + len(shards), shards, is_pinned=is_pinned))
-            self.pulls.append(Message(self.num_pull_numbers, shards, is_pinned=is_pinned))
-        self._served = [[(parameters[shard.name], shard) for shard in shards] for shards in self.serving.shards]
+        self.exchange = Exchange(
+            self.serving.transport,
+            self.serving.server_ranks,
+            self.serving.shards,
+            dict(self.model.named_parameters()),
+            num_push_numbers=self.num_push_numbers,
+            num_pull_numbers=self.num_pull_numbers,
+            device=self.device,
+        )
+        self.pushes, self.pulls = self.exchange.pushes, self.exchange.pulls
 
     def describe(self) -> list[str]:
         """Return lines about the division of parameters over servers."""
@@ -71,42 +71,15 @@ class Worker(Strategy):
 
     def write_gradients(self) -> None:
         """Write the gradients into the pushes, and for each shard whether it has one."""
-        for push, served in zip(self.pushes, self._served, strict=True):
-            used = push.numbers[self.num_push_numbers :]
-            for position, ((parameter, shard), target) in enumerate(zip(served, push.tensors, strict=True)):
-                if parameter.grad is None:
-                    target.zero_()
-                    used[position] = 0.0
-                else:
-                    target.copy_(shard.of(parameter.grad), non_blocking=True)
-                    used[position] = 1.0
-        if self.device.type != "cpu":
-            torch.accelerator.synchronize(self.device)
+        self.exchange.write(lambda parameter: parameter.grad)
 
     def push(self) -> None:
-        """Send the pushes.
-
-        Communication: one message to each server, its shards' bytes and a header; waits until all are sent.
-        """
-        send = self.serving.transport.send
-        under_way = [send(m.buffer, rank) for m, rank in zip(self.pushes, self.serving.server_ranks, strict=True)]
-        for message in under_way:
-            message.wait()
+        """Send the pushes; see `Exchange.push`."""
+        self.exchange.push()
 
     def pull(self) -> None:
-        """Receive the parameters.
-
-        Communication: one message from each server, its shards' bytes and a header; waits for all.
-        """
-        receive = self.serving.transport.receive
-        under_way = [receive(m.buffer, rank) for m, rank in zip(self.pulls, self.serving.server_ranks, strict=True)]
-        with torch.no_grad():
-            for message, pull, served in zip(under_way, self.pulls, self._served, strict=True):
-                message.wait()
-                for (parameter, shard), values in zip(served, pull.tensors, strict=True):
-                    shard.of(parameter).copy_(values, non_blocking=True)
-        if self.device.type != "cpu":
-            torch.accelerator.synchronize(self.device)  # the next pull overwrites the source of the copies
+        """Receive the parameters; see `Exchange.pull`."""
+        self.exchange.pull(lambda parameter, _: parameter)
 
     def sent_bytes(self, num_microsteps: int) -> int:
         """Return the bytes of the pushes."""
@@ -134,9 +107,7 @@ class Worker(Strategy):
         source.load_optimizer(self.model, self.optimizer, has_state=False)
         if self.serving.everyone.rank > 0:
             return
-        for push, served in zip(self.pushes, self._served, strict=True):
-            for (parameter, shard), target in zip(served, push.tensors, strict=True):
-                target.copy_(shard.of(parameter.detach()))
+        self.exchange.write(lambda parameter: parameter.detach())
         self.push()
 
     def needs(self) -> Needs:

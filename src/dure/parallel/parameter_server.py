@@ -115,7 +115,7 @@ class ParameterServerDDP(nn.Module):
             return
         self._pulled = {id(parameter): parameter.detach().clone() for parameter in self._trained}
         for each in (self, self.module):
-            each.register_load_state_dict_pre_hook(_refuse_loading)  # type: ignore[no-untyped-call]
+            each.register_load_state_dict_pre_hook(_refuse_loading)
 
     def forward(self, *inputs: Any, **keywords: Any) -> Any:
         """Call the model; in training without `sync`, the worker's last step is sent first.

@@ -53,3 +53,11 @@ def test_columns_when_there_are_many_then_are_read_block_by_block(tmp_path, monk
     path = tmp_path / "rank0.jsonl"
     path.write_text("".join(map(line, range(1, 101))))
     assert np.array_equal(read_columns(path).steps, np.arange(1, 101))
+
+
+def test_columns_when_some_steps_lack_the_time_of_their_backward_then_it_is_unknown(tmp_path):
+    path = tmp_path / "rank0.jsonl"
+    path.write_text(line(1) + line(2).replace('"sent_bytes"', '"backward_seconds": 0.15, "sent_bytes"') + line(3))
+    found = read_columns(path, ("step", "wall_seconds", "backward_seconds"))
+    np.testing.assert_equal(found.values["backward_seconds"], [np.nan, 0.15, np.nan])
+    assert found.num_left_out == 0

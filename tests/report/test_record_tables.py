@@ -149,7 +149,7 @@ def test_command_when_a_rank_has_no_records_then_says_which(run, tmp_path, capsy
 def test_command_when_it_has_written_a_table_then_says_what_is_in_it(run, tmp_path, capsys):
     run.records_path(0).write_text(step(1) + "{\n")
     assert main(["export-records", str(run.path), str(tmp_path / "steps.csv")]) == 0
-    assert capsys.readouterr().out == f"{tmp_path}/steps.csv: 1 row of 14 columns; damaged lines left out: 1\n"
+    assert capsys.readouterr().out == f"{tmp_path}/steps.csv: 1 row of 15 columns; damaged lines left out: 1\n"
     assert main(["export-records", str(run.path), str(tmp_path / "steps.csv"), "--json"]) == 0
     assert '"num_rows": 1,' in capsys.readouterr().out
     script = RunDir.create(tmp_path, "script", for_script=True)

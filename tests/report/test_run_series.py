@@ -66,3 +66,17 @@ def test_series_when_a_line_is_damaged_then_it_is_counted(run):
         file.write('{"step": \n')
     series = run_series(run)
     assert (series.num_steps, series.num_left_out) == (2, 1)
+
+
+@pytest.mark.parametrize("known", [(0.125, 0.15), (0.125, None)])
+def test_parts_when_all_ranks_have_measured_their_backward_then_it_is_one_of_them(run, known):
+    for rank, backward in enumerate(known):
+        write(run, rank, [1, 2], wall_seconds=2.0, backward_seconds=backward)
+    parts = run_series(run).part_seconds
+    if None in known:
+        assert [*parts] == ["data", "forward_backward", "sync", "optimizer", "other"]
+    else:
+        assert [*parts] == ["data", "forward", "backward", "sync", "optimizer", "other"]
+        np.testing.assert_allclose(parts["forward"], [0.075, 0.05])
+        np.testing.assert_allclose(parts["backward"], known)
+        np.testing.assert_allclose(sum(parts.values()), 2.0)

@@ -379,8 +379,7 @@ class ScriptSteps:
     def _record(self, step: _Step) -> StepRecord:
         seconds = self._seconds_by_label(step)
         wall = sum(seconds[label] for label in TRAINING)
-        measured = {f"{label}_seconds": seconds[label] for label in ("forward", "backward")}
-        measured |= {"samples": step.num_samples, "backwards": step.num_backwards, **self._reduction}
+        measured = {"samples": step.num_samples, "backwards": step.num_backwards, **self._reduction}
         measured |= {f"{label}_seconds": seconds[label] for label in AROUND if seconds[label]}
         return StepRecord(
             time=step.ended_at,
@@ -396,6 +395,7 @@ class ScriptSteps:
             wall_seconds=wall,
             sent_bytes=self._sent_bytes,
             measured=measured,
+            backward_seconds=seconds["backward"],
         )
 
     def _seconds_by_label(self, step: _Step) -> defaultdict[str, float]:

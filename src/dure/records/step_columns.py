@@ -1,5 +1,6 @@
 """Step records as columns, for readers of whole runs: a million lines take seconds and not minutes."""
 
+import math
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -10,6 +11,7 @@ import numpy as np
 import pydantic_core
 
 from dure.records.jsonl import MOST_LINE_BYTES, parse_line
+from dure.records.step_record import BACKWARD
 
 COLUMNS = (
     *("step", "time", "data_seconds", "forward_backward_seconds", "sync_seconds", "optimizer_seconds"),
@@ -28,7 +30,7 @@ class StepColumns:
     """Step records of one rank, each step once, in the order of the steps."""
 
     values: dict[str, np.ndarray]
-    """Array `(S,)` of float64 for each of the columns."""
+    """Array `(S,)` of float64 for each of the columns; NaN in steps that lack `backward_seconds`."""
     measured: dict[str, np.ndarray]
     """Array `(S,)` of float64 for each measurement specific to the strategy, NaN in steps without it; none if they were
     not asked for.
@@ -147,11 +149,17 @@ def _table(records: Sequence[Any], columns: Sequence[str]) -> np.ndarray:
         TypeError: A record is no object, or a value is neither a number nor a text.
         KeyError: A record lacks a field.
     """
+    has_optional = BACKWARD in columns
+    if has_optional:
+        records = [{BACKWARD: math.nan, **record} for record in records]
     table = np.array([[record[name] for name in columns] for record in records], dtype=object).astype(np.float64)
     if table.ndim > 2:
         raise ValueError("a value is a list")
     table = table.reshape(-1, len(columns))
-    if not np.isfinite(table).all():
+    is_known = np.isfinite(table)
+    if has_optional:
+        is_known[:, columns.index(BACKWARD)] = True
+    if not is_known.all():
         raise ValueError("a value is not finite")
     steps = table[:, 0]
     if not ((steps >= 0) & (steps < _MOST_STEPS) & (steps % 1 == 0)).all():

@@ -13,6 +13,22 @@ VERSION = 1
 """Version of step lines and summaries."""
 PARTS = ("data", "forward_backward", "sync", "optimizer")
 """Measured parts of a step in their order, each with a field `<part>_seconds`; what they leave of it is `other`."""
+BACKWARD = "backward_seconds"
+"""Field of a step that may be missing."""
+
+
+def split_parts(seconds: Mapping[str, Any], backward: Any) -> dict[str, Any]:
+    """Return seconds by part, with `forward` and `backward` in place of both together.
+
+    Args:
+        seconds: Seconds of each part, numbers or arrays.
+        backward: Those of the backward.
+    """
+    found: dict[str, Any] = {}
+    for part, value in seconds.items():
+        found |= {"forward": value - backward, "backward": backward} if part == "forward_backward" else {part: value}
+    return found
+
 
 RATES = "learning_rate"
 """Measurement of a step with its learning rate; those of further parameter groups are `learning_rate.1` and so on."""
@@ -54,6 +70,8 @@ class StepRecord(NamedTuple):
     samples, the first has the indices and the others an empty list."""
     measured: dict[Text, Number] | None = None
     """Further measurements: a strategy's (staleness, bubble fraction, compression error, ...), or a script's."""
+    backward_seconds: Number | None = None
+    """Seconds of `forward_backward_seconds` in backward; None if the two cannot be told apart, as in a pipeline."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -108,7 +126,9 @@ class RunSummary:
     samples_per_second: Number
     """Training samples per second of training (without evaluation and checkpoints)."""
     seconds: dict[Text, Number] = field(default_factory=dict)
-    """Seconds of rank 0 by activity: data, forward_backward, sync, optimizer, evaluation, checkpoint, other."""
+    """Seconds of rank 0 by activity: data, forward and backward (forward_backward if they cannot be told apart), sync,
+    optimizer, evaluation, checkpoint, other.
+    """
     rows: list[EpochRow] = field(default_factory=list)
     not_preserved: list[Text] = field(default_factory=list)
     """Properties of the one-device run that the strategy, as used here, does not preserve."""
@@ -184,12 +204,13 @@ def step_line(r: StepRecord) -> str:
     # formatted by hand: json.dumps of a dict takes three times as long
     samples = "" if r.samples is None else f', "samples": {json.dumps(r.samples)}'
     measured = "" if r.measured is None else f', "measured": {json.dumps(r.measured)}'
+    backward = "" if r.backward_seconds is None else f', "{BACKWARD}": {r.backward_seconds:.7f}'
     return (
         f'{{"version": {VERSION}, "time": {r.time:.6f}, "step": {r.step}, "epoch": {r.epoch}, '
         f'"samples_seen": {r.samples_seen}, "loss_sum": {r.loss_sum!r}, "loss_count": {r.loss_count!r}, '
         f'"data_seconds": {r.data_seconds:.7f}, "forward_backward_seconds": {r.forward_backward_seconds:.7f}, '
         f'"sync_seconds": {r.sync_seconds:.7f}, "optimizer_seconds": {r.optimizer_seconds:.7f}, '
-        f'"wall_seconds": {r.wall_seconds:.7f}, "sent_bytes": {r.sent_bytes}{samples}{measured}}}\n'
+        f'"wall_seconds": {r.wall_seconds:.7f}, "sent_bytes": {r.sent_bytes}{backward}{samples}{measured}}}\n'
     )
 
 

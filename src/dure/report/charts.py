@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 COLORS = {
     "data": "#e69f00",
     "forward_backward": "#0072b2",
+    "forward": "#56b4e9",
+    "backward": "#0072b2",
     "optimizer": "#009e73",
     "sync": "#d55e00",
     "other": "#8c8c8c",

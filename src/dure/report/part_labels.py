@@ -3,6 +3,8 @@
 PART_LABELS = {
     "data": "waiting for data",
     "forward_backward": "forward and backward",
+    "forward": "forward",
+    "backward": "backward",
     "sync": "synchronising",
     "optimizer": "optimiser",
     "other": "other",

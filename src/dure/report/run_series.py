@@ -7,7 +7,7 @@ import numpy as np
 
 from dure.records.run_dir import RunDir
 from dure.records.step_columns import StepColumns, read_columns
-from dure.records.step_record import PARTS
+from dure.records.step_record import BACKWARD, PARTS, split_parts
 
 MOST_POINTS = 500
 MOST_SPANS = 200
@@ -15,6 +15,7 @@ MOST_SPANS = 200
 COLUMNS = (
     *("step", "time", "samples_seen", "loss_sum", "loss_count", "wall_seconds", "sent_bytes"),
     *(f"{part}_seconds" for part in PARTS),
+    BACKWARD,
 )
 """Fields of a step record that series are made of."""
 
@@ -38,7 +39,9 @@ class RunSeries:
     samples_per_second: np.ndarray
     """Training samples of all ranks per second, without evaluations and checkpoints, `(P,)`; NaN if unknown."""
     part_seconds: Mapping[str, np.ndarray]
-    """Mean seconds that each of `PARTS` and `other` takes in a step, by rank, `(R,)`."""
+    """Mean seconds that each of `PARTS` and `other` takes in a step, by rank, `(R,)`; with `forward` and `backward` in
+    place of both together if all ranks have measured them.
+    """
     span_steps: np.ndarray
     """Number of the last step of each span of the map of lateness, `(C,)`."""
     late_seconds: np.ndarray
@@ -65,6 +68,10 @@ def run_series(run: RunDir) -> RunSeries:
     longest = max(columns, key=lambda each: each.steps.size, default=None)
     seconds = {part: np.array([_mean(each, f"{part}_seconds") for each in columns]) for part in PARTS}
     wall = np.array([_mean(each, "wall_seconds") for each in columns])
+    other = np.maximum(wall - sum(seconds.values()), 0.0)
+    backward = np.array([_mean(each, BACKWARD) for each in columns])  # NaN if a step lacks it
+    if backward.size and np.isfinite(backward).all():
+        seconds = split_parts(seconds, backward)
     spans = _Spans(steps, MOST_SPANS)
     times = [each.values["time"] for each in columns]
     return RunSeries(
@@ -75,7 +82,7 @@ def run_series(run: RunDir) -> RunSeries:
         samples_seen=np.empty(0) if longest is None else points.largest(longest, "samples_seen"),
         loss=_ratio(loss_sum, loss_count, points),
         samples_per_second=np.empty(0) if longest is None else _samples_per_second(longest, points),
-        part_seconds=seconds | {"other": np.maximum(wall - sum(seconds.values()), 0.0)},
+        part_seconds=seconds | {"other": other},
         span_steps=spans.last,
         late_seconds=_late_seconds(columns, spans),
         sent_bytes=np.array([_mean(each, "sent_bytes") for each in columns]),

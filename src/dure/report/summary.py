@@ -19,7 +19,7 @@ from dure.records.events import (
     UnusedShare,
 )
 from dure.records.run_dir import RunDir
-from dure.records.step_record import PARTS, EpochRow, RunSummary
+from dure.records.step_record import PARTS, EpochRow, RunSummary, split_parts
 from dure.spec import RunSpec
 
 
@@ -36,12 +36,17 @@ def summarise(run: RunDir, spec: RunSpec, status: str, message: str | None = Non
 def _summarise(run: RunDir, spec: RunSpec, status: str, message: str | None) -> RunSummary:
     seconds = dict.fromkeys((*PARTS, "evaluation", "checkpoint", "other"), 0.0)
     step_seconds, last = 0.0, None
+    backward: float | None = 0.0
     for record in run.records(_reporting_rank(run)):
         step_seconds += record.wall_seconds
         for span in PARTS:
             seconds[span] += getattr(record, f"{span}_seconds")
+        in_backward = record.backward_seconds
+        backward = None if backward is None or in_backward is None else backward + in_backward
         last = record
     seconds["other"] = max(0.0, step_seconds - sum(seconds[span] for span in PARTS))
+    if last is not None and backward is not None:
+        seconds = split_parts(seconds, backward)
     samples = 0 if last is None else last.samples_seen
     events = effective_events(run.events(), samples)
     start = next((event for event in reversed(events) if isinstance(event, Training)), None)

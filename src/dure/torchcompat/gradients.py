@@ -77,18 +77,18 @@ class BackwardObserver(Protocol):
         """Observe its end."""
 
 
-_observer: BackwardObserver | None = None
+_observers: tuple[BackwardObserver, ...] = ()
 
 
 @contextmanager
 def observed_backwards(observer: BackwardObserver) -> Iterator[None]:
     """Let an observer see the backwards of this process in the context."""
-    global _observer
-    _observer = observer
+    global _observers
+    _observers = (*_observers, observer)
     try:
         yield
     finally:
-        _observer = None
+        _observers = tuple(each for each in _observers if each is not observer)
 
 
 def run_backward(loss: Tensor, *others: tuple[Tensor, Tensor]) -> None:
@@ -102,18 +102,18 @@ def run_backward(loss: Tensor, *others: tuple[Tensor, Tensor]) -> None:
         loss: Scalar; its gradient is one.
         others: Tensors and their gradients.
     """
-    global _observer
-    observer = _observer
-    if observer is None:
-        _run_backward(loss, *others)
-        return
-    observer.begin()
+    global _observers
+    observers = _observers
+    for observer in observers:
+        observer.begin()
     try:
         _run_backward(loss, *others)
     finally:
-        observer.end()
-    if observer.is_over:
-        _observer = None
+        for observer in reversed(observers):
+            observer.end()
+    for observer in observers:
+        if observer.is_over:
+            _observers = tuple(each for each in _observers if each is not observer)
 
 
 def _run_backward(loss: Tensor, *others: tuple[Tensor, Tensor]) -> None:

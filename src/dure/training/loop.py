@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from dure.errors import DataInvalid, LossNotFinite, TaskInvalid
+from dure.measure.backward_clock import BackwardClock, backward_seconds
 from dure.measure.step_clock import StepClock
 from dure.records.step_record import StepRecord
 from dure.strategies.contract.step_facts import Requests, StepFacts
@@ -41,6 +42,8 @@ class LaunchedStep:
     facts: StepFacts
     marks: list[Any]
     """Ends of: the previous step, the wait for data, forward and backward, synchronisation, the optimiser's step."""
+    backwards: list[Any]
+    """Begin and end of each backward."""
     data_seconds: float
     gradients_ready: float | None
     known: tuple[float, float, Requests] | None = None
@@ -53,7 +56,7 @@ class LaunchedStep:
     def forget(self, seconds: float) -> None:
         """Exclude seconds from the time of the step, because they were spent on something else."""
         if isinstance(self.marks[0], float):  # an accelerator's marks are events, and it continues to compute meanwhile
-            self.marks[:] = [mark + seconds for mark in self.marks]
+            self.marks[:] = [mark + seconds for mark in self.marks]  # those of backwards are only compared in pairs
             if self.gradients_ready is not None:
                 self.gradients_ready += seconds
 
@@ -108,6 +111,8 @@ class TrainingLoop:
         self.requested = requested
         self.record_samples = record_samples
         self.clock = StepClock(strategy.device)
+        self.backwards = BackwardClock(self.clock)
+        """Observer of the backwards, for whoever lets it see them."""
         self.skips_nonfinite = skips_nonfinite
         """True if a step whose loss is not finite is skipped, instead of ending the run."""
         self._num_skipped = 0
@@ -158,11 +163,14 @@ class TrainingLoop:
             self.begin_step(number)
         first_wait = samples.wait_seconds
         buffers, values = self._kept_buffers() if self.skips_nonfinite else ([], [])
+        self.backwards.take()  # those of comparisons between the steps
         samples.compute(planned, self.requested())
+        backwards = self.backwards.take()
         marks.append(mark())
         facts = strategy.sync_gradients()
         marks.append(mark())
-        step = LaunchedStep(number, batch, share, facts, marks, samples.wait_seconds, strategy.last_gradient_time)
+        waited, ready = samples.wait_seconds, strategy.last_gradient_time
+        step = LaunchedStep(number, batch, share, facts, marks, backwards, waited, ready)
         if self.lag == 0:
             if isinstance(marks[1], float):
                 marks[1] += samples.wait_seconds - first_wait  # waits for later microbatches were inside the span
@@ -202,10 +210,13 @@ class TrainingLoop:
         loss_sum, loss_count, requests = step.known or self._check_finite(step)
         spans = self.clock.spans(step.marks)
         _, compute_seconds, sync_seconds, optimizer_seconds = spans
+        in_backward = backward_seconds(step.backwards)
         if step.gradients_ready is not None:
             only_communication = step.marks[2] - step.gradients_ready
             sync_seconds += only_communication
             compute_seconds -= only_communication
+            if in_backward is not None:  # gradients are waited for at its end
+                in_backward = max(0.0, in_backward - only_communication)
         if step.skipped is None:
             self.strategy.expect(loss_count)
         # an accelerator that still has work does not wait for data, although the host does
@@ -225,6 +236,7 @@ class TrainingLoop:
             sent_bytes=step.sent_bytes,
             samples=self._recorded_samples(step) if self.record_samples else None,
             measured=step.measured() if callable(step.measured) else step.measured,
+            backward_seconds=None if in_backward is None else min(in_backward, compute_seconds),
         )
         return StepOutcome(record, requests, step.skipped)
 

@@ -166,6 +166,7 @@ class Trainer:
             )
             if spec.trace is not None:
                 self._profile(spec.trace, resources)
+            resources.enter_context(observed_backwards(self.loop.backwards))
             self.microbatch_under_way = self.loop.microbatch_under_way
             for model in session.strategy.evaluation_models():
                 model.train()

@@ -15,6 +15,7 @@ from dure.strategies.contract.context import StrategyContext
 from dure.strategies.contract.step_facts import Requests
 from dure.strategies.data_parallel.device_replicas import DeviceReplicas
 from dure.strategies.division.divided_calls import DividedCalls
+from dure.torchcompat.gradients import run_backward
 
 
 class EvenParts(BatchParts):
@@ -68,7 +69,7 @@ class DataParallel(DeviceReplicas):
         for microbatch in microbatches:
             with self._calls.of_batch(microbatch.num_samples):
                 term = self.loss_term(self.model, microbatch, global_samples)
-            self.precision.scale(term.root).backward()
+            run_backward(self.precision.scale(term.root))
             self.sums.add(term)
 
     def sent_bytes(self, num_microsteps: int) -> int:

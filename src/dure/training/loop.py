@@ -112,7 +112,7 @@ class TrainingLoop:
         self.record_samples = record_samples
         self.clock = StepClock(strategy.device)
         self.backwards = BackwardClock(self.clock)
-        """Observer of the backwards, for whoever lets it see them."""
+        """Observer of the backwards, once the trainer lets it see them."""
         self.skips_nonfinite = skips_nonfinite
         """True if a step whose loss is not finite is skipped, instead of ending the run."""
         self._num_skipped = 0

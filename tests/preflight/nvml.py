@@ -20,6 +20,7 @@ class Card:
     name: str = "NVIDIA H100 80GB HBM3"
     free: float = 1.0
     processes: int = 0
+    busy: float = 0.5
     pcie: tuple[int, int, int, int] = (5, 5, 16, 16)
     """Generation now and at most, width now and at most."""
     links: list[Any] = field(default_factory=list)
@@ -108,6 +109,22 @@ class Nvml:
 
     def nvmlDeviceGetMemoryInfo(self, card: Card) -> Any:
         return pynvml.c_nvmlMemory_t(TOTAL, int(TOTAL * card.free), int(TOTAL * (1 - card.free)))
+
+    def nvmlDeviceGetUtilizationRates(self, card: Card) -> Any:
+        return pynvml.c_nvmlUtilization_t(int(100 * card.busy), 10)
+
+    def nvmlDeviceGetPowerUsage(self, card: Card) -> int:
+        return 350_500
+
+    def nvmlDeviceGetEnforcedPowerLimit(self, card: Card) -> int:
+        return 700_000
+
+    def nvmlDeviceGetClockInfo(self, card: Card, kind: int) -> int:
+        assert kind == pynvml.NVML_CLOCK_SM
+        return 1200
+
+    def nvmlDeviceGetMaxClockInfo(self, card: Card, kind: int) -> int:
+        return 1980
 
     def nvmlDeviceGetComputeRunningProcesses(self, card: Card) -> list[object]:
         return [object()] * card.processes

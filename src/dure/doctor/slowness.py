@@ -2,10 +2,12 @@
 
 import math
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from itertools import islice
 from pathlib import Path
 from typing import TypeVar
 
-from dure.doctor import computing, pauses, waits
+from dure.doctor import computing, devices, pauses, waits
 from dure.doctor.setup import Setup, last_setup
 from dure.doctor.speed import Speed
 from dure.doctor.step_times import MOST_MISSING, StepTimes, step_times
@@ -13,11 +15,15 @@ from dure.errors import RunInvalid
 from dure.records.events import CheckpointSaved, Evaluated, Event, MemoryUsed, OperationsCounted, SlowThreads
 from dure.records.finding import Finding
 from dure.records.run_dir import RunDir
+from dure.records.usage import UsageRecord, read_usage
 from dure.spec import RunSpec
 
 _FEWEST_STEPS = 20
 _LEAST_SECONDS = 1.0
 """Shorter runs are not judged: they are trials, and most of their time is their start."""
+
+_MOST_SAMPLES = 100_000
+"""Maximum number of samples of a rank: twelve days of them."""
 
 E = TypeVar("E", bound=Event)
 
@@ -31,6 +37,7 @@ _LOOKS: Sequence[Sequence[Look]] = (
     (computing.cpu_oversubscribed,),
     (computing.low_precision_unused,),
     (pauses.checkpoint_stalls,),
+    (devices.throttled, devices.device_idle),
 )
 """Looks at a run's speed: what the first of a row finds explains what the others would."""
 _AT_COMMUNICATION: Sequence[Look] = (waits.bucket_size, computing.too_small_to_distribute, waits.communication_bound)
@@ -53,11 +60,18 @@ def slow_findings(run: RunDir, spec: RunSpec | None, events: Sequence[Event]) ->
     speed = _speed_of_script(setup, times, since) if setup.is_script else _speed_of_task(setup, times, since)
     if times.steps.size < _FEWEST_STEPS or not _LEAST_SECONDS <= speed.total_seconds < math.inf:
         return []
+    speed = replace(speed, usage=_usage_of(run, since))
     slow = _first(_AT_COMMUNICATION, speed)
     # too small a step also explains why its operations are small
     is_too_small = any(finding.id == "too_small_to_distribute" for finding in slow)
     slow += [finding for looks in _LOOKS[is_too_small:] for finding in _first(looks, speed)]
     return sorted([*_gaps(times), *slow], key=lambda finding: -(finding.gain_fraction or 0.0))
+
+
+def _usage_of(run: RunDir, since: Sequence[Event]) -> dict[int, list[UsageRecord]]:
+    """Return the use of the machine by each rank since the first of some events."""
+    begin = since[0].time if since else 0.0
+    return {rank: [*islice(read_usage(run, rank, begin), _MOST_SAMPLES)] for rank in run.recorded_ranks()}
 
 
 def _first(looks: Sequence[Look], speed: Speed) -> list[Finding]:

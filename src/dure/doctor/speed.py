@@ -1,7 +1,7 @@
 """Times of a run, as far as its records have them, and findings based on them."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -9,6 +9,7 @@ from dure.doctor.setup import Setup
 from dure.doctor.step_times import StepTimes
 from dure.records.events import OperationsCounted, SlowThreads
 from dure.records.finding import Finding
+from dure.records.usage import UsageRecord
 
 _GRAVE = 0.3
 """Expected gain from which a finding is a warning."""
@@ -37,6 +38,8 @@ class Speed:
     """Size up to which a bucket is filled; None if unknown."""
     step_seconds: float
     """Seconds of all steps of the attempt."""
+    usage: Mapping[int, Sequence[UsageRecord]] = field(default_factory=dict)
+    """Use of the machine by each rank during the attempt, as far as it is on record."""
 
     @property
     def total_seconds(self) -> float:

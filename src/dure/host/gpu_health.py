@@ -29,6 +29,8 @@ RECOVERIES = {
 """Recovery action as words that follow the GPU's name, and True if the GPU computes nothing until then; by value of
 `nvmlDeviceGpuRecoveryAction_t`."""
 
+_SLOWDOWNS = "HW slowdown", "HW thermal slowdown", "HW power brake", "SW thermal slowdown"
+
 
 @dataclass(frozen=True, kw_only=True)
 class GpuHealth:
@@ -182,6 +184,29 @@ def recovery_action(nvml: Any, handle: Any) -> int | None:
         _raise_if_lost(nvml, error)
         return None
     return int(field.value.uiVal) if field.nvmlReturn == nvml.NVML_SUCCESS else None
+
+
+def slowdowns(nvml: Any, handle: Any) -> tuple[str, ...]:
+    """Return the reasons why the hardware slows a GPU down now; none if the driver does not report them.
+
+    Raises:
+        NVMLError: The GPU is lost.
+    """
+    reasons = 0
+    # drivers before 535 have only the older name
+    for question in (nvml.nvmlDeviceGetCurrentClocksEventReasons, nvml.nvmlDeviceGetCurrentClocksThrottleReasons):
+        try:
+            reasons = question(handle)
+            break
+        except nvml.NVMLError as error:
+            _raise_if_lost(nvml, error)
+    bits = (
+        nvml.nvmlClocksEventReasonHwSlowdown,
+        nvml.nvmlClocksEventReasonHwThermalSlowdown,
+        nvml.nvmlClocksEventReasonHwPowerBrakeSlowdown,
+        nvml.nvmlClocksEventReasonSwThermalSlowdown,
+    )
+    return tuple(word for bit, word in zip(bits, _SLOWDOWNS, strict=True) if reasons & bit)
 
 
 def _raise_if_lost(nvml: Any, error: Any) -> None:

@@ -11,12 +11,18 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from dure.host.gpu_health import handle_at, recovery_action, text, uncorrected_errors, uuid_of, visible_positions
+from dure.host.gpu_health import (
+    handle_at,
+    recovery_action,
+    slowdowns,
+    text,
+    uncorrected_errors,
+    uuid_of,
+    visible_positions,
+)
 
 _P2P_READ, _P2P_WRITE = 0, 1
 """`NVML_P2P_CAPS_INDEX_READ` and `_WRITE`; pynvml 13 has the first as a tuple, because of a stray comma."""
-
-_SLOWDOWNS = "HW slowdown", "HW thermal slowdown", "HW power brake", "SW thermal slowdown"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -181,7 +187,7 @@ class _Reader:
             num_uncorrected=uncorrected_errors(nvml, handle),
             is_repair_pending=remapped is not None and bool(remapped[2]),
             recovery_action=recovery_action(nvml, handle),
-            slowed_by=self._slowed_by(handle),
+            slowed_by=slowdowns(nvml, handle),
             compute_mode=self._compute_mode(handle),
             has_instances=instances is not None and bool(instances[0]),
         )
@@ -219,20 +225,6 @@ class _Reader:
         remote = self._asked(nvml.nvmlDeviceGetNvLinkRemotePciInfo, handle, link)
         bus = "" if remote is None else _bus(remote)
         return f"GPU {buses.index(bus)}" if bus in buses else "?"
-
-    def _slowed_by(self, handle: Any) -> tuple[str, ...]:
-        nvml = self.nvml
-        # drivers before 535 have only the older name
-        reasons = self._asked(nvml.nvmlDeviceGetCurrentClocksEventReasons, handle)
-        if reasons is None:
-            reasons = self._asked(nvml.nvmlDeviceGetCurrentClocksThrottleReasons, handle) or 0
-        bits = (
-            nvml.nvmlClocksEventReasonHwSlowdown,
-            nvml.nvmlClocksEventReasonHwThermalSlowdown,
-            nvml.nvmlClocksEventReasonHwPowerBrakeSlowdown,
-            nvml.nvmlClocksEventReasonSwThermalSlowdown,
-        )
-        return tuple(word for bit, word in zip(bits, _SLOWDOWNS, strict=True) if reasons & bit)
 
     def _compute_mode(self, handle: Any) -> str:
         nvml = self.nvml

@@ -11,6 +11,7 @@ from dataclasses import asdict, dataclass, replace
 from functools import cache
 from itertools import islice
 from pathlib import Path
+from statistics import mean
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -23,6 +24,7 @@ from dure.records.finding import Finding
 from dure.records.rank_profiles import TRACE
 from dure.records.run_dir import RunDir, os_errors_as_sentences
 from dure.records.run_list import RunOverview, overview
+from dure.records.usage import GpuRecord, read_usage
 from dure.report.charts import (
     COLORS,
     Chart,
@@ -48,6 +50,7 @@ _FOLDER = Path(__file__).parent
 PAINT = _FOLDER / "paint.js"
 """Script of the page that colours the charts as the page."""
 _MOST_METRICS = 12
+_MOST_SAMPLES = 10_000
 _MOST_EVENTS, _MOST_DRAWN = 300, 5_000
 """Maximum number of events in the table and in the chart, the last ones of the run."""
 _MOST_TEXT = 2_000
@@ -214,6 +217,7 @@ def contents(records: RunRecords, findings: Sequence[Finding] | None) -> dict[st
         "part_rows": [*_part_rows(series)],
         "parts": [(PART_LABELS[part], COLORS[part]) for part in series.part_seconds],
         "memory_rows": [*_memory_rows(events)],
+        "usage_rows": [*_usage_rows(records.run, series.ranks)],
         "event_rows": [*_event_rows(events[-_MOST_EVENTS:])],
         "num_events": len(events),
         "num_left_out": series.num_left_out,
@@ -320,6 +324,36 @@ def _memory_rows(events: Sequence[Event]) -> Iterator[tuple[int, list[str]]]:
             for each in rank.devices
         ]
         yield rank.rank, [*map(format_bytes, held), ", ".join(peaks)]
+
+
+def _usage_rows(run: RunDir, ranks: Sequence[int]) -> Iterator[tuple[int, list[str]]]:
+    """Yield each rank with its mean use of cores, memory, loaders and GPUs, if it is on record."""
+    for rank in ranks:
+        found = [*islice(read_usage(run, rank), _MOST_SAMPLES)]
+        if found:
+            yield (
+                rank,
+                [
+                    f"{mean(each.cores for each in found):.1f}",
+                    f"{mean(each.loaders for each in found):.1f}",
+                    f"{mean(each.loader_cores for each in found):.1f}",
+                    format_bytes(max(each.resident_bytes + each.loader_bytes for each in found)),
+                    _gpu_text([gpu for each in found for gpu in each.gpus]),
+                ],
+            )
+
+
+def _gpu_text(samples: Sequence[GpuRecord]) -> str:
+    """Return the mean of what is known of GPUs."""
+    busy = [gpu.busy for gpu in samples if gpu.busy is not None]
+    watts = [gpu.watts for gpu in samples if gpu.watts is not None]
+    clocks = [gpu.megahertz for gpu in samples if gpu.megahertz is not None]
+    texts = (
+        f"busy {mean(busy):.0%}" if busy else "",
+        f"{mean(watts):.0f} W" if watts else "",
+        f"{mean(clocks):.0f} MHz" if clocks else "",
+    )
+    return ", ".join(filter(None, texts))
 
 
 def _kind(event: Event) -> str:

@@ -11,11 +11,13 @@ from dure.host.devices import count_cores
 from dure.host.thread_check import slowdown_of_threads
 from dure.measure.operations import BackwardOperations
 from dure.measure.step_profile import StepProfile
+from dure.measure.usage_samples import UsageSampler, gpus_of
 from dure.records import events
 from dure.records.full_disk import SPACE_WAIT
 from dure.records.run_dir import RunDir
 from dure.records.step_record import RATES, Metric, StepRecord
 from dure.records.step_writer import RecordWriter
+from dure.records.usage import usage_path
 from dure.strategies.contract.abilities import lost_shares
 from dure.strategies.contract.step_facts import LostShare, Requests
 from dure.terminal import one_line
@@ -134,6 +136,8 @@ class Trainer:
             self.replicas.begin()
             self.begun_at = (position.samples_seen, position.step)
             self.writer = resources.enter_context(RecordWriter(self.run.records_path(session.group.rank)))
+            gpus = gpus_of(session.strategy.devices)
+            resources.enter_context(UsageSampler(usage_path(self.run, session.group.rank), lambda: gpus))
             self.progress = Progress(
                 session.total_samples,
                 position.samples_seen,

@@ -20,9 +20,11 @@ def record_steps(folder: Path, job: ScriptJob, place: Place) -> Callable[[], Non
     """
     from dure.host.devices import count_cores
     from dure.measure.script_steps import ScriptSteps
+    from dure.measure.usage_samples import UsageSampler, current_gpus
     from dure.records.events import OperationsCounted, ScriptTraining
     from dure.records.run_dir import RunDir
     from dure.records.step_writer import RecordWriter
+    from dure.records.usage import usage_path
 
     run, rank = RunDir(folder), place.rank
     path = run.records_path(rank.rank)
@@ -66,4 +68,10 @@ def record_steps(folder: Path, job: ScriptJob, place: Place) -> Callable[[], Non
     except Exception as error:  # another torch may lack what is observed
         steps.stop()
         print_status(f"dure: rank {rank.rank} records no steps: {one_line(error)}")
-    return steps.close
+    usage = UsageSampler(usage_path(run, rank.rank), current_gpus).__enter__()
+
+    def close() -> None:
+        usage.close()
+        steps.close()
+
+    return close

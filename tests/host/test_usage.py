@@ -13,6 +13,7 @@ from tests.preflight.nvml import TOTAL, Card, Nvml, installed
 
 def test_process_when_it_computes_and_has_a_child_that_does_then_both_are_measured():
     meter = ProcessMeter()
+    others = meter.read().loaders  # the test's process may have some
     with subprocess.Popen([sys.executable, "-c", "while True: pass"]) as child:
         try:
             meter.read()  # sees the child for the first time
@@ -24,9 +25,9 @@ def test_process_when_it_computes_and_has_a_child_that_does_then_both_are_measur
             child.kill()
     assert found.cores > 0
     assert found.loader_cores > 0
-    assert found.loaders == 1
+    assert found.loaders == others + 1
     assert found.resident_bytes > 2**20 < found.loader_bytes
-    assert meter.read().loaders == 0
+    assert meter.read().loaders == others
 
 
 def test_gpus_when_read_then_are_those_that_this_process_sees():

@@ -31,6 +31,8 @@ class Parts:
     counts: Sequence[int]
     """Samples of each output."""
     devices: Sequence[torch.device]
+    home: torch.device
+    """Device of the model's own parameters, which may have had no samples."""
     threads: DeviceThreads
 
     def gathered(self) -> Any:
@@ -39,7 +41,7 @@ class Parts:
         Raises:
             TaskInvalid: They are not divided by samples.
         """
-        return gather(self.outputs, self.devices[0], self.counts)
+        return gather(self.outputs, self.home, self.counts)
 
 
 class BalancedDataParallel(nn.Module):
@@ -118,7 +120,9 @@ class BalancedDataParallel(nn.Module):
         check_parameters(replicas)
         if used[0] > 0 and self.training:
             replicas[0].give_back_buffers()
-        parts_found = Parts(outputs=outputs, counts=counts, devices=devices, threads=self._own_threads())
+        parts_found = Parts(
+            outputs=outputs, counts=counts, devices=devices, home=self.devices[0], threads=self._own_threads()
+        )
         if not self.gathers:
             return parts_found
         return to_device(outputs[0], self.devices[0]) if len(used) == 1 else gather(outputs, self.devices[0], counts)
@@ -180,27 +184,32 @@ class DataParallelCriterion(nn.Module):
         """
         if not isinstance(outputs, Parts):
             outputs = Parts(
-                outputs=[outputs], counts=[_num_samples(outputs)], devices=_devices_in(outputs), threads=_NO_THREADS
+                outputs=[outputs],
+                counts=[_num_samples(outputs)],
+                devices=_devices_in(outputs),
+                home=_devices_in(outputs)[0],
+                threads=_NO_THREADS,
             )
         self._num_calls += 1
         counts, devices = outputs.counts, outputs.devices
         parts = split_batch((targets, keywords), counts) if len(counts) > 1 else [(targets, keywords)]
-        criteria = [_as_sum(criterion) for criterion in self._criteria(devices)]
+        criteria = [_as_sum(criterion) for criterion in self._criteria(devices, outputs.home)]
         arguments = [((output, *args), kwargs) for output, (args, kwargs) in zip(outputs.outputs, parts, strict=True)]
         if self._num_calls & (self._num_calls - 1) == 0:
             _check_mean(criteria[0], to_device(arguments[0], devices[0]), counts[0], is_summed=self._is_summed)
         calls = [_call(*each) for each in zip(criteria, arguments, devices, strict=True)]
-        return _joined(outputs.threads.run(calls), counts, devices[0], is_summed=self._is_summed)
+        return _joined(outputs.threads.run(calls), counts, outputs.home, is_summed=self._is_summed)
 
     @property
     def _is_summed(self) -> bool:
         return getattr(self.criterion, "reduction", None) == "sum"
 
-    def _criteria(self, devices: Sequence[torch.device]) -> list[Callable[..., Any]]:
+    def _criteria(self, devices: Sequence[torch.device], home: torch.device) -> list[Callable[..., Any]]:
         if not isinstance(self.criterion, nn.Module):
             return [self.criterion] * len(devices)
-        replicas = replicate(self.criterion, devices[1:], linked=True)
-        return [self.criterion, *(replica.model for replica in replicas)]
+        is_at_home = devices[0] == home
+        replicas = replicate(self.criterion, devices[is_at_home:], linked=True)
+        return [*([self.criterion] if is_at_home else []), *(replica.model for replica in replicas)]
 
 
 _NO_THREADS = DeviceThreads([torch.device("cpu")], in_order=True)

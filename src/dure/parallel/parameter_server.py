@@ -14,6 +14,7 @@ from dure.host.backends import takes_devices_only
 from dure.parallel.ring_ddp import only_device
 from dure.parallel.servers import GOES_ON, LEAVES, UNEVEN, UNEVEN_TEXT, AsyncService, serve_together
 from dure.strategies.parameter_server.exchange import Exchange
+from dure.strategies.parameter_server.serving import broadcast_through_host
 from dure.strategies.parameter_server.shards import Message, plan_shards
 from dure.strategies.parameter_server.transport import C10dTransport
 from dure.torchcompat.gradients import call_after_backward
@@ -81,11 +82,10 @@ class ParameterServerDDP(nn.Module):
         self._sync, self._staleness = sync, staleness
         self._trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
         device = only_device(module, self._trained, "ParameterServerDDP")
-        self._everyone = ProcessGroup(device)
         self.workers: Any = dist.new_group(range(self.num_workers))
         """Group of the workers; on a server it has no use."""
         with torch.no_grad():
-            self._everyone.broadcast([each.detach() for each in (*module.parameters(), *module.buffers())])
+            broadcast_through_host([*module.parameters(), *module.buffers()], ProcessGroup(torch.device("cpu")))
         named = [(name, parameter) for name, parameter in module.named_parameters() if parameter.requires_grad]
         self._server_ranks = range(self.num_workers, world_size)
         self._shards = plan_shards(named, servers)

@@ -51,7 +51,7 @@ class Serving:
         if faults := faults_of_servers(optimizer):
             raise TaskInvalid("; ".join(faults))
         refuse_later_hooks(optimizer)
-        self.broadcast([*model.parameters(), *model.buffers()], self.everyone)
+        broadcast_through_host([*model.parameters(), *model.buffers()], self.everyone)
         stepped = {id(p) for group in optimizer.param_groups for p in group["params"] if p.requires_grad}
         served = [(name, p) for name, p in model.named_parameters() if id(p) in stepped]
         self.are_tensors_cut = reason_not_to_cut(optimizer) is None
@@ -67,20 +67,9 @@ class Serving:
         peers = self.server_ranks if is_worker else self.worker_ranks
         return RpcTransport(self.everyone, peers, timeout_seconds=self._spec.timeout_seconds)
 
-    def broadcast(self, tensors: Iterable[Tensor], group: Group) -> None:
-        """Overwrite with rank 0's values, through host memory: servers have no device."""
-        full = [tensor.detach() for tensor in tensors if tensor.numel()]
-        if not full:
-            return
-        host = [tensor.cpu() for tensor in full]
-        group.broadcast(host)
-        for tensor, values in zip(full, host, strict=True):
-            if tensor is not values:
-                tensor.copy_(values)
-
     def broadcast_buffers(self, model: nn.Module, group: Group) -> None:
         """Send rank 0's buffers to the ranks of a group: each worker has its own BatchNorm statistics."""
-        self.broadcast(common_buffers(model, group), group)
+        broadcast_through_host(common_buffers(model, group), group)
 
     def follow_shapes(self, model: nn.Module) -> None:
         """Resize buffers to the shapes of rank 0's: on a server no call of the model resizes them."""
@@ -119,6 +108,18 @@ class Serving:
     def close(self, living: Group) -> None:
         """Close the transport."""
         self.transport.close(is_whole=living.world_size == self.everyone.world_size)
+
+
+def broadcast_through_host(tensors: Iterable[Tensor], group: Group) -> None:
+    """Overwrite with rank 0's values, through host memory: servers have no device."""
+    full = [tensor.detach() for tensor in tensors if tensor.numel()]
+    if not full:
+        return
+    host = [tensor.cpu() for tensor in full]
+    group.broadcast(host)
+    for tensor, values in zip(full, host, strict=True):
+        if tensor is not values:
+            tensor.copy_(values)
 
 
 def faults_of_servers(optimizer: Optimizer) -> list[str]:

@@ -6,6 +6,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from dure.errors import TaskInvalid
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Bucket:
@@ -109,10 +111,26 @@ class FlatGradients:
             reached.append(parameter)
             if parameter.grad is not view:
                 assert parameter.grad is not None
+                check_gradient(parameter.grad)
                 view.copy_(parameter.grad)
                 parameter.grad = view
 
         return keep
+
+
+def check_gradient(gradient: Tensor) -> None:
+    """Refuse a gradient that is no plain tensor of numbers.
+
+    Raises:
+        TaskInvalid: It is sparse, or is part of a graph.
+    """
+    if gradient.layout is not torch.strided:
+        raise TaskInvalid("a gradient is sparse (sparse=True), and has no place in a flat buffer: use torch's DDP")
+    if gradient.requires_grad:
+        raise TaskInvalid(
+            "backward was called with create_graph=True, and a mean over ranks has no graph: compute such gradients "
+            "with torch.autograd.grad, and call backward of a loss that contains them"
+        )
 
 
 def as_gradient_of(parameter: Tensor, flat: Tensor) -> Tensor:

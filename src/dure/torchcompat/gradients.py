@@ -1,5 +1,6 @@
 """Backward, and hooks on gradients."""
 
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Protocol
@@ -134,9 +135,19 @@ def _run_backward(loss: Tensor, *others: tuple[Tensor, Tensor]) -> None:
     )
 
 
-def call_after_backward(function: Callable[[], None]) -> None:
-    """Call a function at the end of the backward that is running; its errors end that backward."""
-    torch.autograd.Variable._execution_engine.queue_callback(function)
+def call_after_backward(function: Callable[[], None]) -> Callable[[], bool]:
+    """Call a function at the end of the backward that is running; its errors end that backward.
+
+    Returns:
+        Function that tells whether that backward still runs: one that failed never calls the function.
+    """
+
+    def call() -> None:
+        function()
+
+    torch.autograd.Variable._execution_engine.queue_callback(call)
+    is_kept = weakref.ref(call)  # by the engine alone
+    return lambda: is_kept() is not None
 
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]

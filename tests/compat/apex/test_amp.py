@@ -1,5 +1,6 @@
 """`apex.amp`: levels, loss scales and skipped steps, on the CPU."""
 
+import copy
 from collections.abc import Iterator
 from typing import Any
 
@@ -10,6 +11,7 @@ from torch.optim import SGD
 
 from dure.compat.apex import amp
 from dure.compat.apex.amp.scaling import SCALING
+from dure.compat.apex.parallel import LARC
 
 
 @pytest.fixture(autouse=True)
@@ -174,3 +176,94 @@ def test_calls_when_they_are_wrong_then_raise_runtime_errors() -> None:
         amp.initialize(nn.DataParallel(model), opt_level="O1")
     with pytest.raises(RuntimeError, match="has 0 loss scalers"):
         amp.load_state_dict({})
+
+
+def step_of(model: nn.Module, optimizer: Any, times: float = 1.0) -> None:
+    with amp.scale_loss(model(X).mean() * times, optimizer) as scaled:
+        scaled.backward()
+    optimizer.step()
+
+
+@pytest.mark.parametrize("num_steps", [0, 2])
+def test_weights_when_loaded_after_initialize_then_are_what_the_optimizer_steps(num_steps: int) -> None:
+    model = Model()
+    model, optimizer = amp.initialize(model, SGD(model.parameters(), lr=0.0), opt_level="O2", loss_scale=8.0)
+    for _ in range(num_steps):
+        step_of(model, optimizer)
+    model.load_state_dict({name: torch.full_like(value, 3) for name, value in model.state_dict().items()})
+    step_of(model, optimizer)
+    assert float(model.first.weight.detach().min()) == 3.0
+
+
+def test_weights_when_sent_by_another_rank_after_initialize_then_are_what_the_optimizer_steps() -> None:
+    model = Model()
+    model, optimizer = amp.initialize(model, SGD(model.parameters(), lr=0.0), opt_level="O2")
+    model.first.weight.data.fill_(3.0)  # as a wrapper for several ranks does
+    step_of(model, optimizer)
+    assert float(model.first.weight.detach().min()) == 3.0
+
+
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_gradients_when_several_losses_are_unscaled_one_by_one_then_are_their_sum(level: str) -> None:
+    model = Model().eval()
+    optimizer = SGD(model.parameters(), lr=0.0)
+    model, optimizer = amp.initialize(model, optimizer, opt_level=level, num_losses=2, loss_scale=64.0)
+    amp.load_state_dict({f"loss_scaler{n}": {"loss_scale": 64.0 * (n + 1), "unskipped": 0} for n in (0, 1)})
+    for loss_id in (0, 1):
+        with amp.scale_loss((loss_id + 1) * model(X).mean(), optimizer, loss_id=loss_id) as scaled:
+            scaled.backward()
+    plain = Model().eval()
+    with amp.disable_casts():
+        (3 * plain(X).mean()).backward()
+    for one, other in zip(amp.master_params(optimizer), plain.parameters(), strict=True):
+        torch.testing.assert_close(one.grad, other.grad, rtol=2e-2, atol=2e-2)
+
+
+def test_optimizer_when_a_scheduler_follows_its_steps_then_steps() -> None:
+    model = Model()
+    model, optimizer = amp.initialize(model, SGD(model.parameters(), lr=0.5), opt_level="O2")
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.1)
+    before = model.last.bias.detach().clone()
+    step_of(model, optimizer, 0.01)
+    scheduler.step()
+    assert not torch.equal(model.last.bias, before)
+    assert optimizer.param_groups[0]["lr"] == pytest.approx(0.05)
+
+
+def test_operations_when_a_level_without_casts_follows_then_keep_their_types() -> None:
+    amp.initialize(nn.Linear(1, 1), opt_level="O1")
+    model = amp.initialize(nn.Linear(2, 2), opt_level="O0")
+    assert nn.functional.linear(torch.ones(1, 2), model.weight).dtype == SINGLE
+
+
+def test_model_when_copied_then_its_copy_computes_with_its_own_weights_and_is_saved_in_float32() -> None:
+    model = amp.initialize(Model().eval(), opt_level="O2")
+    other = copy.deepcopy(model)
+    with torch.no_grad():
+        for parameter in other.parameters():
+            parameter.zero_()
+    assert not other(X).any()
+    assert model(X).any()
+    assert {value.dtype for value in model.state_dict().values()} == {SINGLE, torch.int64}
+
+
+def test_gradients_when_a_fixed_scale_overflows_then_the_finite_ones_are_unscaled() -> None:
+    one, other = nn.Parameter(torch.ones(1)), nn.Parameter(torch.ones(1))
+    optimizer = SGD([one, other], lr=0.0)
+    amp.initialize(nn.Linear(1, 1), optimizer, opt_level="O0", loss_scale=4.0)
+    with amp.scale_loss(one.sum() * float("inf") + other.sum(), optimizer) as scaled:
+        scaled.backward()
+    assert float(other.grad) == 1.0  # type: ignore[arg-type]
+
+
+def test_optimizer_when_it_is_larc_or_gets_a_group_then_is_stepped_as_others_are() -> None:
+    model, later = Model(), nn.Linear(2, 2).half()
+    optimizer = LARC(SGD(model.parameters(), lr=0.5))
+    model, optimizer = amp.initialize(model, optimizer, opt_level="O2")
+    optimizer.add_param_group({"params": list(later.parameters())})
+    before = model.last.bias.detach().clone()
+    step_of(model, optimizer, 0.01)
+    assert not torch.equal(model.last.bias, before)
+    assert {each.dtype for each in amp.master_params(optimizer)} == {SINGLE}
+    with pytest.raises(RuntimeError, match="twice"):
+        amp.initialize(Model(), optimizer, opt_level="O2")

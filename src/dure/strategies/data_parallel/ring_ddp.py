@@ -301,6 +301,7 @@ class BucketReducer:
         self.compression = compression
         self._is_widened = options.allreduce_always_fp32
         self._predivide = options.gradient_predivide_factor
+        self._world_size = world_size
         self._postdivide = world_size / self._predivide if options.gradient_average else 1.0
         # the plain mean is left to the algorithm, in which a rank divides its shard only instead of the whole vector
         is_mean = options.gradient_average and self._predivide == 1.0
@@ -360,7 +361,11 @@ class BucketReducer:
         vector = self._as_sent(bucket.vector)
         if self._predivide != 1.0:
             vector.div_(self._predivide)
-        wait = self.algorithm.start(vector, self._op)
+        op = self._op
+        if op == "mean" and vector.dtype is torch.float16:  # the sum of scaled gradients would be infinite
+            vector.div_(self._world_size)
+            op = "sum"
+        wait = self.algorithm.start(vector, op)
 
         def finish() -> None:
             wait()

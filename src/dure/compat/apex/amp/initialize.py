@@ -1,7 +1,7 @@
 """`apex.amp.initialize`, and the state that it begins."""
 
 import functools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -11,6 +11,7 @@ from torch.optim import Optimizer
 from dure.compat.apex.amp.casts import choose_types, converted
 from dure.compat.apex.amp.levels import Properties, properties_of
 from dure.compat.apex.amp.scaling import SCALING, LossScaler, ScaledOptimizer
+from dure.strategies.state.module_replicas import Intercepted
 from dure.torchcompat.modules import BatchNorm
 
 
@@ -65,11 +66,14 @@ def initialize(
     for model in models if isinstance(models, list | tuple) else [models]:
         _check_is_bare(model)
         _cast(model, properties, cast_model_outputs)
-    if properties.patch_torch_functions:
-        choose_types(enabled=True)
+    if properties.patch_torch_functions or SCALING.chooses_types:
+        choose_types(enabled=properties.patch_torch_functions)
+    SCALING.chooses_types = properties.patch_torch_functions
     given = [] if optimizers is None else optimizers if isinstance(optimizers, list | tuple) else [optimizers]
     SCALING.scalers = [LossScaler(properties.loss_scale, min_loss_scale, max_loss_scale) for _ in range(num_losses)]
-    SCALING.optimizers = [ScaledOptimizer(each, has_masters=properties.master_weights) for each in given]
+    if any(each.optimizer is optimizer for each in SCALING.optimizers for optimizer in given):
+        raise RuntimeError("an optimizer was given to amp.initialize twice, which would scale its steps twice")
+    SCALING.optimizers += [ScaledOptimizer(each, has_masters=properties.master_weights) for each in given]
     return models if optimizers is None else (models, optimizers)
 
 
@@ -89,17 +93,36 @@ def _cast(model: nn.Module, properties: Properties, outputs: torch.dtype | None)
                     module.float()
                     module.register_forward_pre_hook(_as_float32)
                     module.register_forward_hook(functools.partial(_as_type, kind))
+        for module in model.modules():
+            module.register_load_state_dict_post_hook(_take_loaded)
+        model.register_state_dict_post_hook(_as_saved)
     if kind in (None, torch.float32) and outputs is None:
         return
-    forward = model.forward
+    # a copy of the model, as for an average of weights, calls its own forward
+    call = functools.partial(_casting, kind, outputs or torch.float32)
+    model.forward = Intercepted(model.forward, call, in_copies=True)
 
-    @functools.wraps(forward)
-    def casting(*inputs: Any, **keywords: Any) -> Any:
-        if kind is not None:
-            inputs, keywords = converted((inputs, keywords), kind)
-        return converted(forward(*inputs, **keywords), outputs or torch.float32)
 
-    model.forward = casting
+def _casting(
+    kind: torch.dtype | None, outputs: torch.dtype, forward: Callable[..., Any], *inputs: Any, **keywords: Any
+) -> Any:
+    if kind is not None:
+        inputs, keywords = converted((inputs, keywords), kind)
+    return converted(forward(*inputs, **keywords), outputs)
+
+
+def _take_loaded(module: nn.Module, incompatible_keys: Any) -> None:
+    """Let the copies that are stepped follow a state that was loaded into a module."""
+    loaded = set(map(id, module.parameters(recurse=False)))
+    for optimizer in SCALING.optimizers:
+        optimizer.take_weights(loaded)
+
+
+def _as_saved(module: nn.Module, state: dict[str, Any], prefix: str, local_metadata: Any) -> None:
+    """Give a state in float32, as in Apex, so that it can be loaded under every level."""
+    for name, value in state.items():
+        if name.startswith(prefix) and isinstance(value, Tensor) and value.dtype in (torch.float16, torch.bfloat16):
+            state[name] = value.float()
 
 
 def _as_float32(module: nn.Module, inputs: tuple[Any, ...]) -> Any:

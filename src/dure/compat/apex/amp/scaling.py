@@ -1,7 +1,9 @@
 """Scaling of losses, and steps that are left out after an overflow."""
 
-from collections.abc import Iterator, Sequence
+import functools
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from types import MethodType
 from typing import Any
 
 import torch
@@ -52,34 +54,77 @@ class ScaledOptimizer:
         self.skips = False
         self.pairs: list[tuple[Tensor, Tensor]] = []
         """Weights of the model, and the copies that are stepped."""
-        if has_masters:
-            self._make_masters()
-        self._step, self._zero = optimizer.step, optimizer.zero_grad
-        optimizer.step = self.step  # type: ignore[method-assign]
-        optimizer.zero_grad = self.zero_grad  # type: ignore[method-assign]
+        self._has_masters = has_masters
+        self._is_begun = False
+        self._scale = 1.0
+        """Scale of the gradients that the weights have now."""
+        for group in optimizer.param_groups:
+            self._make_masters(group)
+        self._step, self._zero, self._add = optimizer.step, optimizer.zero_grad, optimizer.add_param_group
+        for name in ("step", "zero_grad", "add_param_group"):
+            # a method of the optimizer itself, because learning-rate schedulers bind its function to the optimizer
+            setattr(optimizer, name, MethodType(_calling(getattr(self, name)), optimizer))
 
-    def _make_masters(self) -> None:
-        for group in self.optimizer.param_groups:
-            for place, weight in enumerate(group["params"]):
-                if weight.dtype in (torch.float16, torch.bfloat16) and weight.requires_grad:
-                    master = torch.nn.Parameter(weight.detach().float())
-                    group["params"][place] = master
-                    self.pairs.append((weight, master))
-                    if weight in self.optimizer.state:
-                        self.optimizer.state[master] = self.optimizer.state.pop(weight)
+    def _make_masters(self, group: dict[str, Any]) -> None:
+        if not self._has_masters:
+            return
+        for place, weight in enumerate(group["params"]):
+            if weight.dtype in (torch.float16, torch.bfloat16) and weight.requires_grad:
+                master = torch.nn.Parameter(weight.detach().float())
+                group["params"][place] = master
+                self.pairs.append((weight, master))
+                if weight in self.optimizer.state:
+                    self.optimizer.state[master] = self.optimizer.state.pop(weight)
 
-    def unscale(self, scale: float) -> bool:
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a group, whose half weights get copies too."""
+        self._add(param_group)
+        self._make_masters(self.optimizer.param_groups[-1])
+
+    def take_weights(self, loaded: set[int] | None = None) -> None:
+        """Copy the model's weights into the copies that are stepped.
+
+        Args:
+            loaded: Identities of the weights that were loaded; None for all.
+        """
+        with torch.no_grad():
+            for weight, master in self.pairs:
+                if loaded is None or id(weight) in loaded:
+                    master.copy_(weight)
+
+    def begin(self, scale: float) -> None:
+        """Bring the gradients of backwards before to a scale, so that those of the next one can be added.
+
+        Before the first, the copies get the weights, which may have been loaded or sent by another rank meanwhile.
+        """
+        if not self._is_begun:
+            self._is_begun = True
+            self.take_weights()
+        if scale != self._scale:
+            with torch.no_grad():
+                for gradient in self._added_to():
+                    gradient.mul_(scale / self._scale)
+            self._scale = scale
+
+    def _added_to(self) -> list[Tensor]:
+        """Return the gradients to which a backward adds, of the model's own weights."""
+        masters = {id(master): weight for weight, master in self.pairs}
+        weights = [masters.get(id(p), p) for group in self.optimizer.param_groups for p in group["params"]]
+        return [weight.grad for weight in weights if weight.grad is not None]
+
+    def unscale(self) -> bool:
         """Give the stepped weights the unscaled gradients; return whether one is not finite."""
-        for weight, master in self.pairs:
-            if weight.grad is not None:
-                added = weight.grad.float()
-                master.grad = added if master.grad is None else master.grad + added
-                weight.grad = None
-        gradients = [p.grad for group in self.optimizer.param_groups for p in group["params"] if p.grad is not None]
+        gradients = self._added_to()
         has_overflown = not all(bool(gradient.isfinite().all()) for gradient in gradients)
-        if not has_overflown and scale != 1.0:
-            for gradient in gradients:
-                gradient.mul_(1.0 / scale)
+        with torch.no_grad():
+            for weight, master in self.pairs:
+                if weight.grad is not None:
+                    added = weight.grad.float() / self._scale
+                    master.grad = added if master.grad is None else master.grad + added
+                    weight.grad = None
+            for gradient in self._added_to():  # of those without a copy
+                gradient.mul_(1.0 / self._scale)
+        self._scale = 1.0
         return has_overflown
 
     def step(self, closure: Any = None) -> Any:
@@ -94,6 +139,8 @@ class ScaledOptimizer:
             self.skips = False
             self.zero_grad()
             return None
+        if not self._is_begun:
+            self.begin(self._scale)
         result = self._step()
         with torch.no_grad():
             for weight, master in self.pairs:
@@ -103,8 +150,17 @@ class ScaledOptimizer:
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop or zero the gradients of the stepped weights and of the model's."""
         self._zero(set_to_none=set_to_none)
+        self._scale = 1.0
         for weight, _ in self.pairs:
             weight.grad = None
+
+
+def _calling(own: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(own)
+    def call(optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
+        return own(*args, **kwargs)
+
+    return call
 
 
 class Scaling:
@@ -114,6 +170,8 @@ class Scaling:
         """Begin without any."""
         self.is_enabled: bool | None = None
         """True if losses are scaled; None before `initialize`."""
+        self.chooses_types = False
+        """True if operations choose their types, as with O1."""
         self.scalers: list[LossScaler] = []
         self.optimizers: list[ScaledOptimizer] = []
 
@@ -162,12 +220,14 @@ def scale_loss(
     if loss_id >= len(SCALING.scalers):
         raise RuntimeError(f"loss_id is {loss_id}, but amp.initialize was told num_losses={len(SCALING.scalers)}")
     scaler = SCALING.scalers[loss_id]
-    held = [SCALING.of(each) for each in ([optimizers] if isinstance(optimizers, Optimizer) else optimizers)]
+    held = [SCALING.of(each) for each in (optimizers if isinstance(optimizers, Sequence) else [optimizers])]
+    for each in held:
+        each.begin(scaler.scale)
     yield loss.float() * scaler.scale
     torch.clear_autocast_cache()
     if delay_unscale:
         return
-    overflows = [each.unscale(scaler.scale) for each in held]  # of all, also after the first
+    overflows = [each.unscale() for each in held]  # of all, also after the first
     has_overflown = any(overflows)
     scaler.update(has_overflown=has_overflown)
     if has_overflown and scaler.is_dynamic:

@@ -75,6 +75,10 @@ class Alias(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         state: Any = module.__spec__.loader_state if module.__spec__ else None
         if state is not None:
             module.__spec__, module.__loader__ = state
+        for name, own in self._renamed.items():
+            # present before it is imported: an import would put the module in place of an equally named class
+            if name.rpartition(".")[0].replace(self.library, self._own, 1) == module.__name__:
+                sys.modules.setdefault(name, importlib.import_module(own))
 
     def _own_name(self, name: str) -> str:
         return self._renamed.get(name, self._own + name.removeprefix(self.library))

@@ -1,6 +1,6 @@
 """Module whose gradients, or changes of weights, go to parameter servers: the last ranks of a group."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -8,16 +8,23 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from dure.comm.buckets import check_gradient
 from dure.comm.groups import ProcessGroup
 from dure.errors import EnvironmentLacks, PeerLost, TaskInvalid
 from dure.host.backends import takes_devices_only
-from dure.parallel.ring_ddp import only_device
 from dure.parallel.servers import GOES_ON, LEAVES, UNEVEN, UNEVEN_TEXT, AsyncService, serve_together
+from dure.parallel.wrapping import Trained, check_alike, only_device, refuse_training_of_copy, send_tensors
 from dure.strategies.parameter_server.exchange import Exchange
 from dure.strategies.parameter_server.serving import broadcast_through_host
 from dure.strategies.parameter_server.shards import Message, plan_shards
 from dure.strategies.parameter_server.transport import C10dTransport
 from dure.torchcompat.gradients import call_after_backward
+
+_OF_RANK = frozenset(
+    {"_exchange", "_hooks", "_is_running", "_known", "_pulled", "_shards", "_trained", "_transport"}
+    | {"_workers", "workers"}
+)
+"""Attributes that no copy has."""
 
 
 class ParameterServerDDP(nn.Module):
@@ -34,6 +41,8 @@ class ParameterServerDDP(nn.Module):
     Source: Li et al. 2014 for the rows of servers; Dean et al. 2012 (section 4.1) for pushes without waiting; Ho et al.
     2013 (section 3) for the bound on steps ahead.
     """
+
+    _is_copy = False
 
     def __init__(
         self,
@@ -80,18 +89,23 @@ class ParameterServerDDP(nn.Module):
         self.num_workers = world_size - servers
         self.is_server = dist.get_rank() >= self.num_workers
         self._sync, self._staleness = sync, staleness
-        self._trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
+        self._known = Trained(module, "ParameterServerDDP")
+        self._trained = self._known.parameters
         device = only_device(module, self._trained, "ParameterServerDDP")
+        host = ProcessGroup(torch.device("cpu"))
+        check_alike(host, module, "ParameterServerDDP")
         self.workers: Any = dist.new_group(range(self.num_workers))
         """Group of the workers; on a server it has no use."""
         with torch.no_grad():
-            broadcast_through_host([*module.parameters(), *module.buffers()], ProcessGroup(torch.device("cpu")))
+            broadcast_through_host([*module.parameters(), *module.buffers()], host)
         named = [(name, parameter) for name, parameter in module.named_parameters() if parameter.requires_grad]
         self._server_ranks = range(self.num_workers, world_size)
         self._shards = plan_shards(named, servers)
         self._transport = C10dTransport()
         self._synchronises = True
-        self._is_under_way = False
+        self._is_running: Callable[[], bool] = lambda: False
+        """Function that tells whether the backward after which gradients are sent has not ended."""
+        self._hooks: list[Any] = []
         self._is_closed = False
         self._broadcasts_buffers = broadcast_buffers and sync
         if not self.is_server:
@@ -110,8 +124,7 @@ class ParameterServerDDP(nn.Module):
             are_pulls_flagged=True,
         )
         if self._sync:
-            for parameter in self._trained:
-                parameter.register_post_accumulate_grad_hook(self._note)
+            self._hooks = [parameter.register_post_accumulate_grad_hook(self._note) for parameter in self._trained]
             return
         self._pulled = {id(parameter): parameter.detach().clone() for parameter in self._trained}
         for each in (self, self.module):
@@ -121,13 +134,19 @@ class ParameterServerDDP(nn.Module):
         """Call the model; in training without `sync`, the worker's last step is sent first.
 
         Raises:
-            TaskInvalid: This rank is a server.
+            TaskInvalid: This rank is a server, or has left the servers, or trains other parameters than at the start.
 
         Communication: none with `sync`; without it, a push and a pull after each step.
         """
         if self.is_server:
             raise TaskInvalid("this rank is a parameter server: call serve() in place of the training loop")
-        if not self._sync and self.training and torch.is_grad_enabled() and self._synchronises:
+        if self._is_copy:
+            return self.module(*inputs, **keywords)
+        if torch.is_grad_enabled() and not self._is_closed:
+            self._known.check(self.module)
+        elif torch.is_grad_enabled() and self.training:
+            raise TaskInvalid("ParameterServerDDP is closed, and sends nothing more: train its module, or wrap it")
+        if not self._sync and not self._is_closed and self.training and torch.is_grad_enabled() and self._synchronises:
             self._send_step()
         return self.module(*inputs, **keywords)
 
@@ -148,6 +167,8 @@ class ParameterServerDDP(nn.Module):
         if self.is_server or self._is_closed:
             return
         self._is_closed = True
+        for hook in self._hooks:
+            hook.remove()
         self._exchange.write((lambda parameter: None) if self._sync else self._movement)
         self._trade(LEAVES)
 
@@ -160,6 +181,9 @@ class ParameterServerDDP(nn.Module):
         """
         if not self.is_server:
             raise TaskInvalid("this rank is a worker: write its training loop, and call close() at its end")
+        if self._is_closed:
+            raise TaskInvalid("serve() has ended, and all workers have left: wrap the model again on all ranks")
+        self._is_closed = True
         shards = self._shards[dist.get_rank() - self.num_workers]
         pushes = [Message(1 + len(shards), shards) for _ in range(self.num_workers)]
         reply = Message(1 + len(shards), shards)
@@ -173,28 +197,43 @@ class ParameterServerDDP(nn.Module):
             reply.numbers[0] = GOES_ON
             AsyncService(self._transport, pushes, reply, self._staleness).run()
 
+    def __getstate__(self) -> dict[str, Any]:
+        """Return the state of a copy, which has the model and no connection to other ranks."""
+        return {name: value for name, value in self.__dict__.items() if name not in _OF_RANK} | {
+            "_is_closed": True,
+            "_is_copy": True,
+        }
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Restore a copy, which refuses to be trained."""
+        super().__setstate__(state)  # type: ignore[no-untyped-call]
+        for parameter in self.module.parameters():
+            if parameter.requires_grad:
+                parameter.register_post_accumulate_grad_hook(refuse_training_of_copy)
+
     # workers
 
     def _note(self, parameter: nn.Parameter) -> None:
-        if self._synchronises and not self._is_under_way:
-            self._is_under_way = True
-            call_after_backward(self._send_gradients)
+        if parameter.grad is not None:
+            check_gradient(parameter.grad)
+        if self._synchronises and not self._is_running():
+            self._is_running = call_after_backward(self._send_gradients)
 
     def _send_gradients(self) -> None:
-        try:
-            self._exchange.write(lambda parameter: parameter.grad)
-            self._trade(GOES_ON)
-            buffers = [buffer.detach() for buffer in self.module.buffers()]
-            if buffers and self._broadcasts_buffers:  # now, when no worker can have left
-                self._workers.broadcast(buffers)
-        finally:
-            self._is_under_way = False
+        self._is_running = lambda: False
+        self._exchange.write(lambda parameter: parameter.grad)
+        self._trade(GOES_ON)
+        if self._broadcasts_buffers:  # now, when no worker can have left
+            send_tensors(self._workers, list(self.module.buffers()))
 
     def _send_step(self) -> None:
         """Push what the optimiser has changed since the last pull, if it has."""
         if not all(torch.equal(self._pulled[id(each)], each.detach()) for each in self._trained):
             self._exchange.write(self._movement)
             self._trade(GOES_ON)
+
+    def _target(self, parameter: Tensor, is_used: bool) -> Tensor | None:
+        return _gradient_to_fill(parameter, is_used) if self._sync else parameter.detach()
 
     def _movement(self, parameter: Tensor) -> Tensor:
         return parameter.detach() - self._pulled[id(parameter)]
@@ -210,7 +249,7 @@ class ParameterServerDDP(nn.Module):
             push.numbers[0] = number
         try:
             self._exchange.push()
-            self._exchange.pull(_gradient_to_fill if self._sync else lambda parameter, _: parameter.detach())
+            self._exchange.pull(self._target if number == GOES_ON or not self._sync else lambda *_: None)
         except RuntimeError as error:
             ranks = ", ".join(map(str, self._server_ranks))
             raise PeerLost(f"a parameter server (of ranks {ranks}) is gone: {error}") from error

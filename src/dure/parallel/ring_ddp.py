@@ -13,9 +13,20 @@ from dure.comm.buckets import FlatGradients
 from dure.comm.choice import open_chosen
 from dure.comm.groups import ProcessGroup
 from dure.errors import EnvironmentLacks, TaskInvalid
+from dure.parallel.wrapping import Trained, check_alike, only_device, refuse_training_of_copy, send_tensors
 from dure.strategies.data_parallel.options import RingDDPOptions
 from dure.strategies.data_parallel.ring_ddp import BucketReducer, OrderedLaunches
 from dure.torchcompat.gradients import call_after_backward
+
+_OF_RANK = frozenset(
+    {"_group", "_hooks", "_is_running", "_launches", "_parameters_reduced", "_reached", "_reducer", "_trained"}
+    | {"gradients"}
+)
+"""Attributes that no copy has."""
+
+
+def _is_over() -> bool:
+    return False
 
 
 class RingDDP(nn.Module):
@@ -29,8 +40,12 @@ class RingDDP(nn.Module):
     Gradients are sums in another order than DDP's, so they equal its own up to rounding. They are views into one buffer
     for each dtype. `optimizer.zero_grad()` may drop or zero them.
 
+    A copy, also a pickled one, can be called and not trained: it has no connection to other ranks.
+
     Source: NVIDIA's Apex (`apex.parallel.DistributedDataParallel`) for the options; Li et al. 2020 for the buckets.
     """
+
+    _is_copy = False
 
     def __init__(
         self,
@@ -57,7 +72,8 @@ class RingDDP(nn.Module):
             gradient_average: Whether the sum over ranks is divided by their number. Without that, only one backward may
                 be made for a step: a second one would add up sums again.
             gradient_predivide_factor: Divisor before adding up; the sum is divided by the rest of the number of ranks.
-            broadcast_buffers: Whether buffers are those of rank 0 at each forward in training.
+            broadcast_buffers: Whether buffers are those of rank 0 at the start, at each forward in training, and after each
+                backward.
             comm: All-reduce algorithm: `auto` or a name of `dure bench`.
             process_group: Ranks that average; None for all.
             bucket_ends: Parameters at which a bucket ends, in place of `message_size`.
@@ -71,9 +87,11 @@ class RingDDP(nn.Module):
         if not (dist.is_available() and dist.is_initialized()):
             raise EnvironmentLacks("RingDDP needs a process group: call torch.distributed.init_process_group first")
         self.module = module
-        self._parameters_reduced = [parameter for parameter in module.parameters() if parameter.requires_grad]
-        device = only_device(module, self._parameters_reduced)
+        self._trained = Trained(module, type(self).__name__)
+        self._parameters_reduced = self._trained.parameters
+        device = only_device(module, self._parameters_reduced, "RingDDP")
         self._group = ProcessGroup(device, process_group)
+        check_alike(self._group, module, "RingDDP")
         options = RingDDPOptions(
             message_size=message_size,
             delay_allreduce=delay_allreduce,
@@ -83,7 +101,8 @@ class RingDDP(nn.Module):
         )
         self._broadcasts_buffers = broadcast_buffers
         with torch.no_grad():
-            self._group.broadcast([each.detach() for each in itertools.chain(module.parameters(), module.buffers())])
+            buffers = module.buffers() if broadcast_buffers else ()
+            self._group.broadcast([each.detach() for each in itertools.chain(module.parameters(), buffers)])
         # a group of its own: synchronised BatchNorm uses the other one while buckets are being reduced
         ranks = dist.get_process_group_ranks(process_group or dist.group.WORLD)
         own = dist.new_group(ranks, use_local_synchronization=process_group is not None)
@@ -98,8 +117,13 @@ class RingDDP(nn.Module):
         self._reducer = BucketReducer(algorithm, options, self._group.world_size, None, has_thread=device.type == "cpu")
         self._is_overlapped = len(self.gradients.buckets) > 1 and not options.delay_allreduce
         self._synchronises = True
+        self._is_open = True
+        self._is_averaged = options.gradient_average
+        self._is_called = False
+        """True if the model was called after the last backward."""
         self._reached: list[nn.Parameter] = []
-        self._is_under_way = False
+        self._is_running: Callable[[], bool] = _is_over
+        """Function that tells whether the backward in which gradients arrive has not ended."""
         self._launches = OrderedLaunches(self.gradients.buckets, self._reducer.launch, "delay_allreduce=True")
         self._hooks = [
             parameter.register_post_accumulate_grad_hook(self._arrival_hook(position))
@@ -109,16 +133,23 @@ class RingDDP(nn.Module):
     def forward(self, *inputs: Any, **keywords: Any) -> Any:
         """Call the model; in training its buffers are made those of rank 0 first.
 
-        Communication: one broadcast of the buffers.
+        Communication: a broadcast of the buffers of each dtype.
+
+        Raises:
+            TaskInvalid: The wrapper is closed, or does not know a parameter that is trained now.
         """
-        if self._is_under_way:  # an error ended the backward before
-            self._reducer.wait()
-            self._is_under_way = False
-        if self._broadcasts_buffers and self.training and torch.is_grad_enabled() and self._synchronises:
-            buffers = [buffer.detach() for buffer in self.module.buffers()]
-            if buffers:
-                self._group.broadcast(buffers)
+        if torch.is_grad_enabled() and not self._is_copy:
+            self._check_call()
+            if self._broadcasts_buffers and self.training and self._synchronises and self._is_open:
+                send_tensors(self._group, list(self.module.buffers()))
         return self.module(*inputs, **keywords)
+
+    def _check_call(self) -> None:
+        if self._is_open:
+            self._trained.check(self.module)
+        elif self.training:
+            raise TaskInvalid(f"{type(self).__name__} is closed, and averages no more: train its module, or wrap it")
+        self._is_called = True
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -130,10 +161,27 @@ class RingDDP(nn.Module):
             self._synchronises = before
 
     def close(self) -> None:
-        """Take the hooks off, and end the thread that reduces; the gradients stay."""
+        """Take the hooks off, and end the thread that reduces; the gradients stay. A second call does nothing."""
+        if not self._is_open:
+            return
+        self._is_open = False
         for hook in self._hooks:
             hook.remove()
         self._reducer.close()
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return the state of a copy, which has the model and no connection to other ranks."""
+        return {name: value for name, value in self.__dict__.items() if name not in _OF_RANK} | {
+            "_is_open": False,
+            "_is_copy": True,
+        }
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Restore a copy, which refuses to be trained."""
+        super().__setstate__(state)  # type: ignore[no-untyped-call]
+        for parameter in self.module.parameters():
+            if parameter.requires_grad:
+                parameter.register_post_accumulate_grad_hook(refuse_training_of_copy)
 
     # backward
 
@@ -144,7 +192,7 @@ class RingDDP(nn.Module):
             keep(parameter)
             if not self._synchronises:
                 return
-            if not self._is_under_way:
+            if not self._is_running():
                 self._begin_backward()
             if self._is_overlapped:
                 self._launches.arrived(position)
@@ -152,9 +200,19 @@ class RingDDP(nn.Module):
         return note
 
     def _begin_backward(self) -> None:
-        self._is_under_way = True
+        self._reducer.wait()  # an error may have ended the backward before
+        if not self._is_averaged and not self._is_called and self._has_sums():
+            raise TaskInvalid(
+                "with gradient_average=False a second backward would add up the sums of the first: drop the gradients "
+                "between them, and use activation checkpointing with use_reentrant=False"
+            )
         self._launches.begin()
-        call_after_backward(self._end_backward)
+        self._is_running = call_after_backward(self._end_backward)
+
+    def _has_sums(self) -> bool:
+        reached = set(map(id, self._reached))
+        pairs = zip(self._parameters_reduced, self.gradients.views, strict=True)
+        return any(each.grad is view and id(each) not in reached for each, view in pairs)
 
     def _end_backward(self) -> None:
         """Reduce what is left, and give every parameter its mean."""
@@ -164,46 +222,24 @@ class RingDDP(nn.Module):
                 self._reducer.launch(bucket)
             self._reducer.wait()
             self._take_others()
+            if self._broadcasts_buffers:  # so that an evaluation has the same on all ranks, without communication
+                send_tensors(self._group, list(self.module.buffers()))
         finally:
-            self._is_under_way = False
+            self._is_running = _is_over
+            self._is_called = False
             self._reached.clear()
 
     def _note_used(self) -> None:
         """Write into the tail which parameters have a gradient, now or from an accumulation before."""
         used = [parameter.grad is not None for parameter in self._parameters_reduced]
         self.gradients.tail.copy_(torch.tensor(used, dtype=self.gradients.tail.dtype))
-        for is_used, view in zip(used, self.gradients.views, strict=True):
-            if not is_used:
+        for parameter, view in zip(self._parameters_reduced, self.gradients.views, strict=True):
+            if parameter.grad is None:
                 view.zero_()  # it contains values of a step before
+            elif parameter.grad is not view:  # set by the user, or from before the model was wrapped
+                view.copy_(parameter.grad)
 
     def _take_others(self) -> None:
         by_any = self.gradients.tail.tolist()
         for parameter, view, used in zip(self._parameters_reduced, self.gradients.views, by_any, strict=True):
             parameter.grad = view if used else None
-
-
-def only_device(module: nn.Module, parameters: list[nn.Parameter], wrapper: str = "RingDDP") -> torch.device:
-    """Return the device of a model.
-
-    Args:
-        module: Model.
-        parameters: Those that are trained.
-        wrapper: Name for messages.
-
-    Raises:
-        TaskInvalid: It has several, no trained parameters, or sparse gradients.
-    """
-    if not parameters:
-        raise TaskInvalid(f"{wrapper} has nothing to average: no parameter of the model requires a gradient")
-    devices = {parameter.device for parameter in module.parameters()}
-    if len(devices) > 1:
-        raise TaskInvalid(
-            f"{wrapper} takes a model on one device, and this one is on {', '.join(sorted(map(str, devices)))}: move "
-            "it to one first"
-        )
-    sparse = [name for name, each in module.named_modules() if getattr(each, "sparse", False) is True]
-    if sparse:
-        raise TaskInvalid(
-            f"{sparse[0]} gives sparse gradients (sparse=True), which have no place in a flat buffer: use torch's DDP"
-        )
-    return devices.pop()

@@ -50,10 +50,13 @@ def serve_together(transport: Transport, pushes: Sequence[Message], reply: Messa
         reply.numbers[0] = UNEVEN if is_uneven else GOES_ON
         reply.numbers[1:] = torch.stack([push.numbers[1:] for push in pushes]).amax(0)
         for position, mean in enumerate(reply.tensors):
-            mean.copy_(first.tensors[position])
+            # the sum of scaled gradients in halves would be infinite
+            is_half = mean.dtype is torch.float16
+            mean.copy_(first.tensors[position] / len(pushes) if is_half else first.tensors[position])
             for push in others:
-                mean.add_(push.tensors[position])
-            mean.div_(len(pushes))
+                mean.add_(push.tensors[position], alpha=1 / len(pushes) if is_half else 1)
+            if not is_half:
+                mean.div_(len(pushes))
         for sent in [transport.send(reply.buffer, rank) for rank in range(len(pushes))]:
             sent.wait()
         if is_uneven:

@@ -19,9 +19,14 @@ import torch.distributed as dist
 import apex
 from apex import amp
 from apex.normalization import FusedLayerNorm, MixedFusedRMSNorm
+from apex.normalization.fused_layer_norm import FusedLayerNorm as SameLayerNorm
 from apex.optimizers import FusedAdam
+from apex.parallel.LARC import LARC
+import apex.parallel.LARC
+from apex.parallel import LARC as SameLARC
 from apex.parallel import DistributedDataParallel as DDP, convert_syncbn_model
 
+assert SameLayerNorm is FusedLayerNorm and SameLARC is LARC and isinstance(LARC, type)
 parser = argparse.ArgumentParser()
 parser.add_argument("--opt-level", default="O1")
 parser.add_argument("--world-size", type=int, default=None)

@@ -18,6 +18,7 @@ from dure.compat.apex.parallel import (
     convert_syncbn_model,
     create_syncbn_process_group,
 )
+from dure.errors import TaskInvalid
 from tests.comm.gloo_ranks import on_ranks
 
 
@@ -180,3 +181,37 @@ def test_groups_when_the_ranks_cannot_be_divided_then_raise_a_value_error(size: 
     with pytest.raises(ValueError, match=f"2 ranks cannot be divided into groups of {size}"):
         create_syncbn_process_group(size)
     assert create_syncbn_process_group(0) is None
+
+
+def test_batchnorm_when_used_in_two_places_then_is_converted_in_both() -> None:
+    layer = nn.BatchNorm1d(3)
+    model = convert_syncbn_model(nn.Sequential(layer, nn.ReLU(), layer))
+    assert isinstance(model[2], SyncBatchNorm)
+    assert model[0] is model[2]
+
+
+class Activated(nn.BatchNorm1d):
+    def forward(self, input: Tensor) -> Tensor:
+        return super().forward(input).relu()
+
+
+def test_batchnorm_when_it_does_more_then_is_not_converted() -> None:
+    with pytest.raises(TaskInvalid, match="would lose what 0"):
+        convert_syncbn_model(nn.Sequential(Activated(3)))
+
+
+def test_batchnorm_when_there_are_no_ranks_then_is_a_plain_layer() -> None:
+    x = rows(0)
+    torch.testing.assert_close(SyncBatchNorm(4).double()(x), nn.BatchNorm1d(4).double()(x))
+
+
+def test_reducer_when_ranks_have_other_gradients_then_the_missing_count_as_zero() -> None:
+    def work(group: ProcessGroup) -> list[float]:
+        model = nn.ModuleList([nn.Linear(1, 1, bias=False) for _ in range(3)])
+        reducer = Reducer(model)
+        model[group.rank](torch.ones(1, 1)).sum().backward()
+        reducer.reduce()
+        assert model[2].weight.grad is None
+        return [float(layer.weight.grad) for layer in model[:2]]
+
+    assert on_ranks(2, work) == [[0.5, 0.5], [0.5, 0.5]]

@@ -12,8 +12,18 @@ _REFUSED = {
     "RNN": "use torch.nn.LSTM, GRU or RNN",
     "transformer": "use torch.distributed.tensor.parallel",
 }
+_RENAMED = {
+    "apex.amp.amp": "dure.compat.apex.amp.casts",
+    "apex.amp.frontend": "dure.compat.apex.amp",
+    "apex.normalization.fused_layer_norm": "dure.compat.apex.normalization",
+    "apex.optimizers.fused_adagrad": "dure.compat.apex.optimizers",
+    "apex.optimizers.fused_adam": "dure.compat.apex.optimizers",
+    "apex.optimizers.fused_sgd": "dure.compat.apex.optimizers",
+    "apex.parallel.LARC": "dure.compat.apex.parallel.larc",
+    "apex.parallel.optimized_sync_batchnorm": "dure.compat.apex.parallel.sync_batchnorm",
+}
 
 
 def install() -> None:
     """Let `import apex` find this package in this process."""
-    Alias("apex", "dure.compat.apex", refused=_REFUSED).install()
+    Alias("apex", "dure.compat.apex", renamed=_RENAMED, refused=_REFUSED).install()

@@ -93,7 +93,7 @@ def convert_sync_batchnorm(model: nn.Module, device: torch.device) -> nn.Module:
         TaskInvalid: A layer has code, hooks or attributes of its own, which may do more.
     """
     for path, module in model.named_modules():
-        if isinstance(module, BatchNorm) and not _is_plain(module):
+        if isinstance(module, BatchNorm) and not is_plain(module):
             raise TaskInvalid(
                 f"--sync-batchnorm replaces BatchNorm layers, and {path or 'the model'} ({type(module).__name__}) has "
                 "code, hooks or attributes of its own, which would be lost: leave it out, or use torch's own layers"
@@ -101,7 +101,7 @@ def convert_sync_batchnorm(model: nn.Module, device: torch.device) -> nn.Module:
     return _converted(model, device)
 
 
-def _is_plain(module: BatchNorm) -> bool:
+def is_plain(module: BatchNorm) -> bool:
     """Return whether a layer is one of torch's or dure's classes, without hooks and attributes that may act."""
     if type(module).__module__ not in (__name__, nn.BatchNorm1d.__module__):
         return False

@@ -102,17 +102,32 @@ class Reducer:
                 _scatter(flat, parts)
 
     def reduce(self) -> None:
-        """Replace the gradients by their means over the ranks.
+        """Replace the gradients by their means over the ranks; one that only other ranks have counts as zero here.
 
-        Communication: one all_reduce for each dtype.
+        Communication: one all_reduce for each dtype, and one for the parameters that have a gradient.
         """
         grads = self.grads
         if self.module is not None:
-            grads = [parameter.grad for parameter in self.module.parameters() if parameter.grad is not None]
+            grads = _gradients_of([each for each in self.module.parameters() if each.requires_grad])
         for flat, parts in _flat([each.detach() for each in grads]):
             dist.all_reduce(flat)
             flat /= dist.get_world_size()
             _scatter(flat, parts)
+
+
+def _gradients_of(parameters: list[nn.Parameter]) -> list[Tensor]:
+    """Return the gradients of the parameters that any rank has used."""
+    if not parameters:
+        return []
+    used = torch.tensor([each.grad is not None for each in parameters], dtype=torch.uint8)
+    used = used.to(parameters[0].device)
+    dist.all_reduce(used, dist.ReduceOp.MAX)
+    found = []
+    for parameter, is_used in zip(parameters, used.tolist(), strict=True):
+        if is_used:
+            parameter.grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+            found.append(parameter.grad)
+    return found
 
 
 def _tensors(found: Any) -> Iterator[Tensor]:

@@ -1,12 +1,15 @@
 """`apex.parallel.SyncBatchNorm`, and the functions that put it into a model."""
 
+import functools
 from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional
 
+from dure.errors import TaskInvalid
 from dure.strategies.state.batchnorm import SyncBatchNorm as OverRanks
+from dure.strategies.state.batchnorm import is_plain
 from dure.torchcompat.modules import BatchNorm
 
 
@@ -44,7 +47,11 @@ class SyncBatchNorm(OverRanks):
 
     def forward(self, input: Tensor, z: Tensor | None = None) -> Tensor:
         """Normalise by the statistics of the group in training, and add `z` before the ReLU, if given."""
-        out = super().forward(input.movedim(-1, 1)).movedim(1, -1) if self.channel_last else super().forward(input)
+        moved = input.movedim(-1, 1) if self.channel_last else input
+        # without a group of processes it is a plain layer, as in Apex
+        normalise = super().forward if dist.is_initialized() else functools.partial(BatchNorm.forward, self)
+        out = normalise(moved)
+        out = out.movedim(1, -1) if self.channel_last else out
         out = out if z is None else out + z
         return functional.relu(out) if self.fuse_relu else out
 
@@ -58,16 +65,24 @@ def convert_syncbn_model(
         module: Model, or one layer.
         process_group: Ranks whose samples count; None for all.
         channel_last: Whether channels are the last dimension.
+
+    Raises:
+        TaskInvalid: A layer has code, hooks or attributes of its own, which would be lost.
     """
-    if isinstance(module, nn.modules.instancenorm._InstanceNorm):
-        return module
-    if isinstance(module, BatchNorm) and not isinstance(module, OverRanks):
-        return _converted(module, process_group, channel_last)
-    for name, child in [*module.named_children()]:
-        converted = convert_syncbn_model(child, process_group, channel_last)
-        if converted is not child:
-            setattr(module, name, converted)
-    return module
+    new: dict[int, nn.Module] = {}  # by identity, because a model may use one layer in several places
+    for name, each in module.named_modules():
+        if isinstance(each, BatchNorm) and not isinstance(each, OverRanks | nn.modules.instancenorm._InstanceNorm):
+            if not is_plain(each):
+                raise TaskInvalid(
+                    f"convert_syncbn_model would lose what {name or 'the model'} ({type(each).__name__}) does beside "
+                    "BatchNorm, in code, hooks or attributes of its own: replace it in the model first"
+                )
+            new[id(each)] = _converted(each, process_group, channel_last)
+    for parent in [*module.modules()]:
+        for name, child in [*parent._modules.items()]:
+            if id(child) in new:
+                setattr(parent, name, new[id(child)])
+    return new.get(id(module), module)
 
 
 def _converted(old: Any, process_group: dist.ProcessGroup | None, channel_last: bool) -> SyncBatchNorm:

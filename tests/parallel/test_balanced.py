@@ -200,3 +200,34 @@ def test_module_when_no_accelerator_is_there_then_asks_for_names(monkeypatch: py
     monkeypatch.setattr("dure.parallel.balanced.accelerator", lambda: None)
     with pytest.raises(EnvironmentLacks, match='device_ids=\\["cpu", "cpu"\\]'):
         BalancedDataParallel(nn.Linear(2, 1))
+
+
+class Focal(nn.CrossEntropyLoss):
+    """Criterion of a derived class, which is a mean over samples."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("num_calls", torch.zeros(()))
+
+    def forward(self, output: Tensor, target: Tensor) -> Tensor:
+        self.num_calls += 1
+        each = functional.cross_entropy(output, target, reduction="none")
+        return ((1 - torch.exp(-each)) * each).mean()
+
+
+@pytest.mark.parametrize("num_samples", [2, 9])
+def test_criterion_when_of_a_derived_class_then_is_a_mean_and_called_once(num_samples: int) -> None:
+    x, y = data(num_samples)
+    criterion = Focal()
+    found = DataParallelCriterion(criterion)(
+        BalancedDataParallel(model_of(), TWO, device0_share=0.5, gathers=False)(x), y
+    )
+    assert float(criterion.num_calls) == 1
+    torch.testing.assert_close(found, Focal()(model_of()(x), y))
+
+
+def test_criterion_when_every_device_has_one_sample_then_is_looked_at_too() -> None:
+    x, _ = data(2)
+    divided = BalancedDataParallel(model_of(), TWO, device0_share=0.5, gathers=False)
+    with pytest.raises(TaskInvalid, match="no mean over samples"):
+        DataParallelCriterion(lambda output, target: (output**2).sum() ** 0.5)(divided(x), x)

@@ -77,7 +77,8 @@ class Alias(importlib.abc.MetaPathFinder, importlib.abc.Loader):
             module.__spec__, module.__loader__ = state
         for name, own in self._renamed.items():
             # present before it is imported: an import would put the module in place of an equally named class
-            if name.rpartition(".")[0].replace(self.library, self._own, 1) == module.__name__:
+            parent, _, child = name.rpartition(".")
+            if parent.replace(self.library, self._own, 1) == module.__name__ and hasattr(module, child):
                 sys.modules.setdefault(name, importlib.import_module(own))
 
     def _own_name(self, name: str) -> str:

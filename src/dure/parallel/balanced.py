@@ -18,7 +18,7 @@ from dure.strategies.contract.batches import split_batch, to_device
 from dure.strategies.data_parallel.device_shares import USUAL_STATE_TENSORS, device0_share_by_memory, fractions_of
 from dure.strategies.device_threads import DeviceThreads
 from dure.strategies.division.divided_calls import check_parameters
-from dure.strategies.division.gathering import gather
+from dure.strategies.division.gathering import Gathering
 from dure.strategies.state.containers import tensors_in
 from dure.strategies.state.module_replicas import replicate
 
@@ -32,7 +32,7 @@ class Parts:
     """Samples of each output."""
     devices: Sequence[torch.device]
     home: torch.device
-    """Device of the model's own parameters, which may have had no samples."""
+    """Device of the model."""
     threads: DeviceThreads
 
     def gathered(self) -> Any:
@@ -41,7 +41,7 @@ class Parts:
         Raises:
             TaskInvalid: They are not divided by samples.
         """
-        return gather(self.outputs, self.home, self.counts)
+        return _gathered(self.outputs, self.home, self.counts)
 
 
 class BalancedDataParallel(nn.Module):
@@ -120,12 +120,9 @@ class BalancedDataParallel(nn.Module):
         check_parameters(replicas)
         if used[0] > 0 and self.training:
             replicas[0].give_back_buffers()
-        parts_found = Parts(
-            outputs=outputs, counts=counts, devices=devices, home=self.devices[0], threads=self._own_threads()
-        )
-        if not self.gathers:
-            return parts_found
-        return to_device(outputs[0], self.devices[0]) if len(used) == 1 else gather(outputs, self.devices[0], counts)
+        home = self.devices[0]
+        found = Parts(outputs=outputs, counts=counts, devices=devices, home=home, threads=self._own_threads())
+        return found.gathered() if self.gathers else found
 
     def close(self) -> None:
         """End the threads."""
@@ -183,11 +180,12 @@ class DataParallelCriterion(nn.Module):
             TaskInvalid: The criterion is no mean over samples, or targets cannot be divided.
         """
         if not isinstance(outputs, Parts):
+            devices = _devices_in(outputs)
             outputs = Parts(
                 outputs=[outputs],
                 counts=[_num_samples(outputs)],
-                devices=_devices_in(outputs),
-                home=_devices_in(outputs)[0],
+                devices=devices,
+                home=devices[0],
                 threads=_NO_THREADS,
             )
         self._num_calls += 1
@@ -196,9 +194,20 @@ class DataParallelCriterion(nn.Module):
         criteria = [_as_sum(criterion) for criterion in self._criteria(devices, outputs.home)]
         arguments = [((output, *args), kwargs) for output, (args, kwargs) in zip(outputs.outputs, parts, strict=True)]
         if self._num_calls & (self._num_calls - 1) == 0:
-            _check_mean(criteria[0], to_device(arguments[0], devices[0]), counts[0], is_summed=self._is_summed)
+            self._check(outputs, targets, keywords, arguments[0])
         calls = [_call(*each) for each in zip(criteria, arguments, devices, strict=True)]
         return _joined(outputs.threads.run(calls), counts, outputs.home, is_summed=self._is_summed)
+
+    def _check(self, outputs: Parts, targets: Any, keywords: Any, first: Any) -> None:
+        """Look at whether the criterion is a mean, on a copy, because it may keep a state."""
+        device, num_samples = outputs.devices[0], outputs.counts[0]
+        if num_samples == 1 < len(outputs.counts):  # one sample cannot be divided: take those of all devices
+            device, num_samples = outputs.home, sum(outputs.counts)
+            first = ((outputs.gathered(), *targets), keywords)
+        criterion = self.criterion
+        if isinstance(criterion, nn.Module):
+            criterion = replicate(criterion, [device], linked=False)[0].model
+        _check_mean(_as_sum(criterion), to_device(first, device), num_samples, is_summed=self._is_summed)
 
     @property
     def _is_summed(self) -> bool:
@@ -207,12 +216,18 @@ class DataParallelCriterion(nn.Module):
     def _criteria(self, devices: Sequence[torch.device], home: torch.device) -> list[Callable[..., Any]]:
         if not isinstance(self.criterion, nn.Module):
             return [self.criterion] * len(devices)
-        is_at_home = devices[0] == home
-        replicas = replicate(self.criterion, devices[is_at_home:], linked=True)
-        return [*([self.criterion] if is_at_home else []), *(replica.model for replica in replicas)]
+        own = [self.criterion] if devices[0] == home else []  # the first device may have no samples
+        return [*own, *(replica.model for replica in replicate(self.criterion, devices[len(own) :], linked=True))]
 
 
 _NO_THREADS = DeviceThreads([torch.device("cpu")], in_order=True)
+
+
+def _gathered(outputs: Sequence[Any], home: torch.device, counts: Sequence[int]) -> Any:
+    if len(outputs) == 1:
+        return to_device(outputs[0], home)
+    cure = "return one row per sample, or compute the loss by gathers=False and a DataParallelCriterion"
+    return Gathering(device=home, counts=counts, cure=cure).of(outputs)
 
 
 def _devices_of(device_ids: Sequence[int | str | torch.device] | None) -> list[torch.device]:
@@ -246,9 +261,10 @@ def _call(function: Callable[..., Any], arguments: tuple[Any, Any], device: torc
     return run
 
 
-def _as_sum(criterion: Callable[..., Any]) -> Callable[..., Any]:
+def _as_sum(criterion: Any) -> Callable[..., Any]:
     """Return a criterion that gives a `Sum`, if it is a mean of torch's over the weights of targets."""
-    if not isinstance(criterion, nn.CrossEntropyLoss | nn.NLLLoss) or criterion.reduction != "mean":
+    known = (nn.CrossEntropyLoss.forward, nn.NLLLoss.forward)  # and not a derived class's own
+    if getattr(type(criterion), "forward", None) not in known or getattr(criterion, "reduction", None) != "mean":
         return criterion
 
     def summed(output: Tensor, target: Tensor) -> Any:

@@ -72,8 +72,8 @@ class RingDDP(nn.Module):
             gradient_average: Whether the sum over ranks is divided by their number. Without that, only one backward may
                 be made for a step: a second one would add up sums again.
             gradient_predivide_factor: Divisor before adding up; the sum is divided by the rest of the number of ranks.
-            broadcast_buffers: Whether buffers are those of rank 0 at the start, at each forward in training, and after each
-                backward.
+            broadcast_buffers: Whether buffers are those of rank 0 at the start, at each forward in training, and after
+                each backward.
             comm: All-reduce algorithm: `auto` or a name of `dure bench`.
             process_group: Ranks that average; None for all.
             bucket_ends: Parameters at which a bucket ends, in place of `message_size`.

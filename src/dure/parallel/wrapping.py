@@ -54,7 +54,7 @@ def check_alike(group: Group, module: nn.Module, wrapper: str) -> None:
     ]
     for rank, other in enumerate(group.all_gather_json(own)):
         if other != own:
-            first, second = ({name: kind for name, kind in each} for each in (own, other))
+            first, second = (dict(each) for each in (own, other))
             name = next((each for each in [*first, *second] if first.get(each) != second.get(each)), own[0][0])
             raise TaskInvalid(
                 f"{wrapper} needs the same model on all ranks: {name} is a {first.get(name, 'name without a tensor')} "

@@ -265,7 +265,7 @@ def _as_sum(criterion: Any) -> Callable[..., Any]:
     """Return a criterion that gives a `Sum`, if it is a mean of torch's over the weights of targets."""
     known = (nn.CrossEntropyLoss.forward, nn.NLLLoss.forward)  # and not a derived class's own
     if getattr(type(criterion), "forward", None) not in known or getattr(criterion, "reduction", None) != "mean":
-        return criterion
+        return criterion  # type: ignore[no-any-return]
 
     def summed(output: Tensor, target: Tensor) -> Any:
         if target.is_floating_point():  # a probability for each class: a mean over samples

@@ -252,7 +252,7 @@ def _only_asked(session: Session, schedule: Any) -> Iterator[_Asked]:
     model = strategy.model
     state = ObjectState({**strategy.objects, "model": model, "schedule": schedule}, sees_data=True)
     modules = KeptModules(model, strategy.objects)
-    data_sets = KeptDataSets([session.train_loader.data])
+    data_sets = KeptDataSets({"data": session.train_loader.data})
     buffers = KeptBuffers(model)
     asked = _Asked(state)
     writes = Writes(

@@ -4,7 +4,7 @@ The loss, the schedule, hooks on the optimiser's step and evaluations may all ch
 changes by the loss that no trial before training showed, and state that no checkpoint holds, are declared.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 
 from dure.strategies.state.objects.object_state import ObjectState
@@ -106,18 +106,21 @@ class StateChanges:
 
     def new_declarations(self) -> tuple[list[str], list[str]]:
         """Return declarations of state that no checkpoint holds, and of state that began to change late, once each."""
-        lost = dict(self._session.kept.lost)
-        if self._session.data_state is not None:
-            lost |= {path: f"{path} changed on the way" for path in self._session.data_state.changed()}
+        of_data = [] if self._session.data_state is None else self._session.data_state.changed()
+        lost = {**self._session.kept.lost, **{path: f"{path} changed on the way" for path in of_data}}
         new = {path: why for path, why in lost.items() if path not in self._declared}
         not_kept = [f"state that no checkpoint holds: {why}; a resume begins without it" for why in new.values()]
-        late = [path for path in self._changed_late() if path not in self._declared]
+        late = [path for path in self._changed_late(of_data) if path not in self._declared]
         self._declared |= {*new, *late}
         began = f"state that began to change later ({few(late)}): if by the loss, by each part of a batch"
         return not_kept, [began] if late else []
 
-    def _changed_late(self) -> list[str]:
-        """Return the plain state whose change no trial before training showed, if batches are computed in parts."""
+    def _changed_late(self, of_data: Sequence[str]) -> list[str]:
+        """Return the state whose change no trial before training showed, if batches are computed in parts.
+
+        Args:
+            of_data: Paths of state of data sets that has changed.
+        """
         strategy, traits, kept = self._session.strategy, self._session.strategy.traits, self._session.kept
         if len(strategy.parts.of(self._session.spec.global_batch_size)) == 1 or traits.reason_unknown is not None:
             return []
@@ -127,6 +130,7 @@ class StateChanges:
         known = (*traits.learned_state, *traits.counted_state, *changed_elsewhere, *drawn)
         paths = kept.changed_since(known)
         # a trial found it by another path, such as that of the task's attribute that holds the optimiser
-        watched = self._optimizer.changed
-        paths += [f"optimizer.{name}" for name in watched if not any(path.endswith(f".{name}") for path in known)]
+        owned = {f"optimizer.{name}": name for name in self._optimizer.changed}
+        owned |= {path: path.partition(".")[2] for path in of_data}
+        paths += [path for path, name in owned.items() if not any(other.endswith(f".{name}") for other in known)]
         return [path for path in paths if path.startswith("model.")] if strategy.is_loss_whole else paths

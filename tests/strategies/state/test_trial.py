@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
-from torch.utils.data import TensorDataset
+from torch.utils.data import Dataset, TensorDataset
 
 from dure.strategies.state.objects.object_state import ObjectState
 from dure.strategies.state.trial import KeptBuffers, Trial, is_equal, sharing_state
@@ -91,6 +91,59 @@ def test_trial_when_something_was_done_in_it_then_nothing_is_left_of_it(deed, wa
     assert everything(model, task) == before
     assert all(one is other for one, other in zip(model.parameters(), parameters, strict=True))
     assert trial.has_drawn
+
+
+class Scores:
+    """Plain object that a data set holds."""
+
+    def __init__(self):
+        self.by_index = {0: 1.0}
+
+
+class Kept(Dataset):
+    """Samples with state in containers, an array, an object and a data set within it."""
+
+    def __init__(self, inner=None):
+        self.labels, self.weights, self.seen = [0, 1, 2], np.ones(3), {1}
+        self.scores, self.rows, self.inner = Scores(), [{"label": 0}], inner
+
+    def __len__(self):
+        return 3
+
+
+DATA_DEEDS = {
+    "labels": lambda kept: kept.labels.__setitem__(1, 5),
+    "weights": lambda kept: kept.weights.__setitem__(1, 5.0),
+    "seen": lambda kept: kept.seen.add(2),
+    "scores.by_index": lambda kept: kept.scores.by_index.update({1: 2.0}),
+    "rows.0": lambda kept: kept.rows[0].update(label=1),
+    "inner.labels": lambda kept: kept.inner.labels.append(1),
+}
+
+
+def content(kept):
+    inner = [] if kept.inner is None else content(kept.inner)
+    return [kept.labels[:], kept.weights.tolist(), {*kept.seen}, {**kept.scores.by_index}, dict(kept.rows[0]), inner]
+
+
+@pytest.mark.parametrize("name", DATA_DEEDS)
+def test_trial_when_contents_of_a_data_set_change_then_they_are_named_and_as_before(name):
+    kept = Kept(inner=Kept())
+    before, task = content(kept), Task()
+    task.rows = kept
+    with Trial(nn.Linear(1, 1), {"task": task}) as trial:
+        DATA_DEEDS[name](kept)
+    assert content(kept) == before
+    assert [*trial.state] == [f"task.rows.{name}"]
+
+
+def test_trial_when_a_tensor_of_a_data_set_changes_then_it_is_named_and_as_before():
+    task = Task()
+    task.rows = TensorDataset(torch.zeros(3))
+    with Trial(nn.Linear(1, 1), {"task": task}) as trial:
+        task.rows.tensors[0][1] = 5
+    assert not task.rows.tensors[0].any()
+    assert [*trial.state] == ["task.rows.tensors.0"]
 
 
 @pytest.mark.parametrize("watches_writes", [True, False, None])

@@ -78,6 +78,17 @@ def test_tensors_when_reading_changes_them_then_they_are_no_state() -> None:
     assert state.changed() == []
 
 
+def test_containers_when_an_item_is_overwritten_then_they_have_changed_and_not_when_a_cache_is_filled() -> None:
+    cached = Cached(0.0)
+    vars(cached).update(labels=[0, 1, 2, 3], weights=np.ones(4), images=[None, None])
+    state = DataState(cached)
+    vars(cached)["images"][1] = torch.ones(2)
+    cached.cache[1] = torch.ones(())
+    assert state.changed() == []
+    vars(cached)["labels"][2], vars(cached)["weights"][0] = 5, 0.5
+    assert state.changed() == ["data.labels", "data.weights"]
+
+
 class Counting(Dataset[Any]):
     """Samples that follow from how many were read, and from which was read last."""
 
@@ -315,22 +326,83 @@ def test_run_when_the_last_stage_alone_changes_its_data_then_that_is_declared_to
     )
 
 
+class Numbered(Samples):
+    """Samples with their indices, and labels in a list."""
+
+    def __init__(self, *columns: Tensor) -> None:
+        super().__init__(*columns)
+        self.labels = columns[1].argmax(1).tolist()
+
+    def __getitem__(self, index: int) -> Any:
+        return index, self.columns[0][index], self.labels[index]
+
+
+class CorrectsLabels(ZooTask):
+    """Gives samples other labels, from the start or once the loss has been called ten times."""
+
+    def __init__(self, *, after: int = 0) -> None:
+        self.after, self.calls = after, 0
+
+    def train_data(self) -> Any:
+        self.rows = Numbered(*data())
+        return self.rows
+
+    def eval_data(self) -> Any:
+        return Numbered(*data(7, seed=2))
+
+    def loss(self, model: nn.Module, batch: Any) -> Any:
+        index, x, label = batch
+        output = model(x)
+        if model.training:
+            self.calls += 1
+            for number, found in zip(index.tolist(), output.argmax(1).tolist(), strict=True):
+                if self.calls > self.after:
+                    self.rows.labels[number] = found
+        return functional.cross_entropy(output, label)
+
+
 @pytest.mark.parametrize(
-    ("task", "said"),
+    ("after", "said"),
     [
-        (Resampled, "state that no checkpoint holds: data.columns.1 changed on the way"),
-        (FollowsTraining, "state that no checkpoint holds: eval_data.columns.1 changed on the way"),
-        (ReadsIntoScratch, None),
-        (CachesNoise, "data: samples keep the random values that they had when they were first read"),
-        (CountsReads, "state of the data set that changes with each read (data.reads)"),
-        (ZooTask, None),
+        (0, "state that the loss keeps (task.rows.labels): each rank's own"),
+        (10**6, None),
+        (8, "state that began to change later (data.labels): if by the loss, by each part of a batch"),
     ],
 )
-def test_run_when_its_data_have_state_then_that_is_declared(task: type[ZooTask], said: str, tmp_path: Path) -> None:
+def test_run_when_the_loss_changes_labels_of_its_data_then_that_is_declared(
+    after: int, said: str | None, tmp_path: Path
+) -> None:
+    run = train_case(tmp_path, CorrectsLabels(after=after), "ddp", 2, **STEPS)
+    declared = json.loads((run / "summary.json").read_text())["not_preserved"]
+    assert (said in declared) == (said is not None)
+    not_kept = [text for text in declared if text.startswith("state that no checkpoint holds: data.labels changed")]
+    assert bool(not_kept) == (said is not None)
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        (
+            Resampled,
+            "state that no checkpoint holds: data.columns.1 changed on the way",
+            "state that began to change later (data.columns.1)",
+        ),
+        (
+            FollowsTraining,
+            "state that the loss keeps (task.evaluated.columns.1)",
+            "state that no checkpoint holds: eval_data.columns.1 changed on the way",
+        ),
+        (ReadsIntoScratch,),
+        (CachesNoise, "data: samples keep the random values that they had when they were first read"),
+        (CountsReads, "state of the data set that changes with each read (data.reads)"),
+        (ZooTask,),
+    ],
+)
+def test_run_when_its_data_have_state_then_that_is_declared(case: Any, tmp_path: Path) -> None:
+    task, *said = case
     run = train_case(tmp_path, task(), "ddp", 2, **STEPS)
     declared = json.loads((run / "summary.json").read_text())["not_preserved"]
-    assert [text for text in declared if said and text.startswith(said)] == declared
-    assert bool(declared) == (said is not None)
+    assert [text for text, begin in zip(declared, said, strict=True) if text.startswith(begin)] == declared
 
 
 def test_run_when_samples_follow_from_those_read_before_then_that_is_declared(tmp_path: Path) -> None:

@@ -1,18 +1,34 @@
-"""Tensors and attributes of data sets."""
+"""Tensors, attributes and contents of data sets."""
 
+import copy
 import itertools
-from collections.abc import Iterable, Iterator
+import operator
+from array import array
+from collections import deque
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
 from dure.strategies.state.kept_modules import put_back_entries
+from dure.strategies.state.objects.namespaces import ATOMS, is_users
+from dure.strategies.state.objects.state_places import comparable
 
 LEVELS = 4
 """Maximum nesting of containers and data sets that are searched."""
 _MOST_HELD = 100
-"""Maximum number of items of a container that are searched."""
+"""Maximum number of items of a container that are searched for tensors and data sets."""
+_MOST_CONTENTS = 1_000
+"""Maximum number of containers and arrays of data sets whose contents are recorded."""
+_MOST_ITEMS = 100_000
+"""Maximum number of items of a container whose contents are recorded: labels of many samples, which takes 1 ms."""
+_MOST_BYTES = 1 << 20
+"""Maximum size of an array whose contents are recorded."""
+_CONTAINERS = (list, dict, set, deque, array, bytearray)
 
 
 def tensors_of(path: str, data: object, levels: int = LEVELS) -> dict[str, Tensor]:
@@ -32,24 +48,155 @@ def tensors_of(path: str, data: object, levels: int = LEVELS) -> dict[str, Tenso
 
 
 class KeptDataSets:
-    """Current attributes of data sets, and of the data sets that they hold as attributes."""
+    """Current attributes of data sets and of those within them, and the contents of their containers and arrays."""
 
-    def __init__(self, found: Iterable[object]) -> None:
-        """Record the attributes.
+    def __init__(self, found: Mapping[str, object]) -> None:
+        """Record the attributes and the contents.
 
         Args:
-            found: Data sets; other objects are ignored.
+            found: Data sets by their paths; other objects are ignored.
         """
-        self._attributes = [(data, dict(vars(data))) for each in found for data in _with_inner(each, LEVELS)]
+        self._attributes = [(path, data, dict(vars(data))) for path, data in _data_sets(found)]
+        self.contents = _contents_of({path: attributes for path, _, attributes in self._attributes})
+        """Contents of containers and arrays."""
+
+    def changed(self) -> dict[str, Any]:
+        """Return what was replaced or has other contents, with the current values, by path.
+
+        Plain values of attributes are not compared.
+        """
+        found: dict[str, Any] = {}
+        for path, data, attributes in self._attributes:
+            now = vars(data)
+            found |= {
+                f"{path}.{name}": comparable(now.get(name))
+                for name, value in attributes.items()
+                if now.get(name) is not value and not isinstance(value, ATOMS)
+            }
+        return {**found, **{each.path: comparable(each.held) for each in self.contents if each.has_changed()}}
 
     def put_back(self) -> None:
-        """Restore the objects that were the attributes; the state inside these objects is not restored."""
-        for data, attributes in self._attributes:
+        """Restore the attributes, and what containers and arrays held."""
+        for _, data, attributes in self._attributes:
             put_back_entries(vars(data), attributes)
+        for each in self.contents:
+            if each.has_changed():
+                each.put_back()
 
 
-def _with_inner(data: object, levels: int) -> Iterator[object]:
-    if isinstance(data, Dataset) and levels:
-        yield data
-        for item in vars(data).values():
-            yield from _with_inner(item, levels - 1)
+class Contents:
+    """What a container or an array of a data set holds at one point in time."""
+
+    def __init__(self, path: str, held: Any) -> None:
+        """Record it.
+
+        Args:
+            path: Path of the container or array.
+            held: The container or array.
+        """
+        self.path = path
+        self.held = held
+        self._before = copy.copy(held)
+
+    def has_changed(self) -> bool:
+        """Return whether it holds something else now."""
+        now, before = self.held, self._before
+        if isinstance(now, np.ndarray):
+            return now.shape != before.shape or bool(now.tobytes() != before.tobytes())
+        if isinstance(now, list | deque) and len(now) == len(before) and all(map(operator.is_, now, before)):
+            return False
+        try:
+            return bool(now != before)  # of a dictionary and of a list, items that are the same object are equal
+        except Exception:  # such as the truth of an array
+            return True
+
+    def has_overwritten(self) -> bool:
+        """Return whether an item that was there is another one now; a cache that is being filled has not.
+
+        What reading fills would be read again, so it is no state.
+        """
+        if not self.has_changed():
+            return False
+        if not isinstance(self.held, list | dict):
+            return True
+        if len(self.held) < len(self._before):
+            return True
+        with suppress(Exception):
+            pairs: Any = zip(self.held, self._before, strict=False)
+            if isinstance(self.held, dict):
+                pairs = ((self.held.get(key), item) for key, item in self._before.items())
+            return any(item is not None and now is not item and now != item for now, item in pairs)
+        return True
+
+    def put_back(self) -> None:
+        """Restore what it held."""
+        if isinstance(self.held, np.ndarray):
+            if self.held.shape == self._before.shape and self.held.flags.writeable:
+                np.copyto(self.held, self._before)
+        elif isinstance(self.held, array | bytearray):
+            self.held[:] = self._before
+        else:
+            self.held.clear()
+            (self.held.extend if isinstance(self.held, list | deque) else self.held.update)(self._before)
+
+
+def _contents_of(attributes: Mapping[str, Mapping[str, Any]]) -> list[Contents]:
+    """Return the contents of containers and arrays that data sets hold, also within containers and objects of Python.
+
+    Those that are too large to be copied are left out.
+
+    Args:
+        attributes: Attributes of each data set, by its path.
+    """
+    found: dict[int, Contents] = {}
+
+    def visit(path: str, value: Any, levels: int) -> None:
+        if isinstance(value, (*ATOMS, Tensor, Dataset)) or id(value) in found or len(found) > _MOST_CONTENTS:
+            return
+        if isinstance(value, np.ndarray):
+            if value.nbytes <= _MOST_BYTES and not isinstance(value, np.memmap):
+                found[id(value)] = Contents(path, value)
+            return
+        if isinstance(value, _CONTAINERS):
+            if len(value) <= _MOST_ITEMS:
+                found[id(value)] = Contents(path, value)
+            items = _some_items(value)
+        elif isinstance(value, tuple):
+            items = _some_items(value)
+        else:
+            items = [*vars(value).items()] if _is_of_python(value) else []
+            if items:
+                found[id(value)] = Contents(path, vars(value))
+        for name, item in items if levels else ():
+            visit(f"{path}.{name}", item, levels - 1)
+
+    for path, named in attributes.items():
+        for name, value in named.items():
+            visit(f"{path}.{name}", value, LEVELS)
+    return [*found.values()]
+
+
+def _some_items(value: Any) -> list[tuple[Any, Any]]:
+    """Return items of a container in which others may be; none if the first is of a type that holds nothing."""
+    if isinstance(value, set | array | bytearray) or not value:
+        return []
+    items = value.items() if isinstance(value, Mapping) else enumerate(value)
+    first = next(iter(value.values())) if isinstance(value, Mapping) else value[0]
+    return [] if isinstance(first, (*ATOMS, Tensor)) else [*itertools.islice(items, _MOST_CONTENTS)]
+
+
+def _is_of_python(value: object) -> bool:
+    """Return whether an object is of a class of the user's own, with attributes."""
+    return isinstance(getattr(value, "__dict__", None), dict) and not isinstance(value, type) and is_users(type(value))
+
+
+def _data_sets(found: Mapping[str, object], levels: int = LEVELS) -> Iterator[tuple[str, Any]]:
+    """Yield data sets, and those that they hold in attributes and in lists of attributes, with their paths."""
+    for path, data in found.items():
+        if not isinstance(data, Dataset) or not levels:
+            continue
+        yield path, data
+        for name, item in vars(data).items():
+            inner = item if isinstance(item, list | tuple) else [item]
+            several = {f"{path}.{name}.{number}": each for number, each in enumerate(inner[:_MOST_HELD])}
+            yield from _data_sets({f"{path}.{name}": item} if inner is not item else several, levels - 1)

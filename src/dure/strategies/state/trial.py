@@ -15,6 +15,7 @@ from dure.strategies.state.data_tensors import KeptDataSets, tensors_of
 from dure.strategies.state.hooks import gradient_hooks
 from dure.strategies.state.kept_modules import KeptModules
 from dure.strategies.state.objects.object_state import ObjectState
+from dure.strategies.state.objects.state_places import comparable
 from dure.strategies.state.objects.surroundings import Surroundings
 from dure.strategies.state.objects.tensor_places import restore_values
 from dure.strategies.state.shared_storage import overlap
@@ -122,8 +123,9 @@ class Trial:
         ]
         self._training = [(module, module.training) for module in model.modules()]
         self._plain = state_of({**self._objects, "model": model}, sees_data=True)
-        self._large = {path: tensor.detach() for path, tensor in {**self._plain.large, **self._of_data()}.items()}
-        self._data_sets = KeptDataSets(self._plain.first.values())
+        self._of_data_sets = self._of_data()
+        self._large = {path: tensor.detach() for path, tensor in {**self._plain.large, **self._of_data_sets}.items()}
+        self._data_sets = KeptDataSets(self._plain.first)
         self._surroundings = Surroundings()
         stack.enter_context(self._surroundings.watched())
         parameters = {name: data for name, _, data, _, _ in self._parameters}
@@ -140,7 +142,7 @@ class Trial:
 
     def _record_changes(self) -> None:
         self.has_drawn = not GeneratorStates.now(self._device).is_same_as(self._generators) or bool(self._plain.drawn())
-        self.state = self._plain.changed()
+        self.state = {**self._plain.changed(), **self._changed_data()}
         self.outer, self.filled = self._surroundings.written(), self._plain.filled()
         hooks = gradient_hooks(self._model).items()
         self.hooked = [name for name, number in hooks if number > self._num_hooks.get(name, 0)]
@@ -161,6 +163,15 @@ class Trial:
         """Return the tensors of data sets that the objects hold, by path."""
         held = [(path, item) for path, item in self._plain.first.items() if isinstance(item, Dataset)]
         return dict(itertools.chain.from_iterable(tensors_of(path, data).items() for path, data in held))
+
+    def _changed_data(self) -> dict[str, Any]:
+        """Return what data sets that the objects hold have otherwise now, by path, for a comparison."""
+        tensors = {
+            path: comparable(self._large[path])
+            for path, before in self._writes.before.items()
+            if path in self._of_data_sets and not is_equal(self._large[path], before)
+        }
+        return {**tensors, **self._data_sets.changed()}
 
     def _was_written(self, name: str, data: Tensor) -> bool:
         before = self._writes.before.get(name)

@@ -6,6 +6,7 @@ in three parts, show whether it is a mean over samples.
 """
 
 import contextlib
+import itertools
 import math
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -193,7 +194,9 @@ class LossInspection:
         )
         of_model = self._divided_model.difference(0, num_samples)[0] if is_quick else None
         derived = recomputed_weights(self.calls.model)
-        counted = tuple(path for path in state[0] if path not in derived and _is_same_in(state, path))
+        paths = tuple(path for path in {**state[0], **state[1]} if path not in derived)
+        counted = tuple(path for path in paths if _is_same_in(state, path))
+        names = dict.fromkeys(itertools.chain.from_iterable(buffers))
         fails_alone, model_fails_alone = self._failure_of_one(range(half)) if takes_several else (None, False)
         hooked = tuple(dict.fromkeys((*first.trial.hooked, *second.trial.hooked)))
         return LossTraits(
@@ -207,8 +210,8 @@ class LossInspection:
             model_not_additive=of_model is not None
             or later.model_not_additive
             or (not_additive is not None and not self._additivity.is_model_additive(num_samples, len(tried))),
-            learned_buffers=(*(name for name in buffers[0] if not _is_same_in(buffers, name)), *late),
-            counted_buffers=tuple(name for name in buffers[0] if _is_same_in(buffers, name)),
+            learned_buffers=(*(name for name in names if not _is_same_in(buffers, name)), *late),
+            counted_buffers=tuple(name for name in names if _is_same_in(buffers, name)),
             learns_statistics=learns_statistics(
                 self.calls.model, {*first.trial.buffers, *second.trial.buffers, *later.buffers}
             ),
@@ -221,7 +224,7 @@ class LossInspection:
                 if second is not first and not is_equal(value, second.trial.parameters.get(name, value.new_empty(0)))
             ),
             repeated_writes=tuple(self._repeated_writes(range(half))) if first.trial.parameters else (),
-            learned_state=tuple(path for path in state[0] if path not in derived and not _is_same_in(state, path)),
+            learned_state=tuple(path for path in paths if path not in counted),
             counted_state=counted,
             cached_state=tuple(self._caches_among(counted, range(half), range(few), first)),
             forward_state=tuple(first.forward.changed),
@@ -598,6 +601,6 @@ def _num_first(num_samples: int) -> int:
 def _is_same_in(groups: Sequence[Mapping[str, Any]], name: str) -> bool:
     """Return whether a value of the first group of samples changed to the same value on all others."""
     one, *others = groups
-    if all(other is one for other in others) or any(name not in other for other in others):
+    if all(other is one for other in others) or any(name not in each for each in groups):
         return False  # a single call does not show it
     return all(is_same_value(one[name], other[name]) for other in others)

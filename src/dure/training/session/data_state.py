@@ -1,4 +1,4 @@
-"""State of data sets that no checkpoint holds: tensors that change, and random values that samples keep."""
+"""State of data sets that no checkpoint holds: contents that change, and random values that samples keep."""
 
 import copy
 import sys
@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 
-from dure.strategies.state.data_tensors import LEVELS, tensors_of
+from dure.strategies.state.data_tensors import LEVELS, Contents, KeptDataSets, tensors_of
 from dure.training.task.digests import digest
 
 _MOST_SECONDS = 0.2
@@ -43,6 +43,7 @@ class DataState:
             self._unread = tuple(copied(data) for _ in range(_NUM_COPIES))
         self._left_out: set[str] = set()
         self._first: dict[str, tuple[Tensor, int]] = {}
+        self._contents: list[Contents] = []
         self.record()
 
     def keeps_random_values(self, read: Callable[[Any, int, int], Any]) -> bool:
@@ -110,22 +111,29 @@ class DataState:
         return taken
 
     def record(self) -> None:
-        """Record the current tensors."""
+        """Record the current tensors, and the contents of containers and arrays of the training data."""
         tensors = self._tensors()
         self._first = {path: (each, each._version) for path, each in tensors.items() if not each.is_inference()}
+        self._contents = KeptDataSets({"data": self._data}).contents
 
     def leave_out_changed(self) -> None:
-        """Leave out tensors that have changed so far: reading a sample changes them, so they are no state."""
-        self._left_out |= {*self.changed()}
+        """Leave out what has changed so far: reading a sample changes it, so it is no state."""
+        self._left_out |= {*self.changed(), *(each.path for each in self._contents if each.has_changed())}
 
     def changed(self) -> list[str]:
-        """Return the paths of tensors that were replaced, or written to by torch, since they were recorded."""
+        """Return the paths of what has changed since it was recorded.
+
+        These are tensors that were replaced, or written to by torch, and containers and arrays in which something was
+        overwritten.
+        """
         now = self._tensors()
-        return [
+        tensors = [
             path
             for path, (tensor, version) in self._first.items()
             if path not in self._left_out and path in now and (now[path] is not tensor or tensor._version != version)
         ]
+        contents = [each for each in self._contents if each.path not in self._left_out and each.has_overwritten()]
+        return [*tensors, *(each.path for each in contents)]
 
     def _tensors(self) -> dict[str, Tensor]:
         of_evaluation = {} if self._eval_data is None else tensors_of("eval_data", self._eval_data)

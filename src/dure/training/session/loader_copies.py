@@ -60,7 +60,7 @@ class LoaderCopies:
         if not self._indices:
             return None
         state = ObjectState({"data": self._loader.data, **self._objects}, sees_data=True)
-        data_sets = KeptDataSets([self._loader.data])
+        data_sets = KeptDataSets({"data": self._loader.data})
         found = None
         with suppress(Exception, CollectiveCalled), no_collectives(), guarded():  # training will raise it
             samples = self._samples(most_seconds)

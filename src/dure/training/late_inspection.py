@@ -136,7 +136,7 @@ class LateInspection:
         """Return whether the loss may be called during training, and gives the same each time."""
         traits = self._session.strategy.traits
         # batches that draw random numbers differ each time
-        varies = traits.data_changes or traits.collate_draws
+        varies = traits.data_changes or traits.collate_draws or traits.collate_state or traits.collate_count
         has_traces = varies or bool(traits.changed_parameters or traits.left_state)
         # not tried before training either, because of time or of state that cannot be put back; a loss that failed then
         # may have lacked what the schedule sets

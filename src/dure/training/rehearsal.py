@@ -455,6 +455,7 @@ def _rehearse_evaluation(session: Session, loader: Loader, best: Best) -> list[s
         path for path in changed if is_same_value(changed_first.get(path, changed_to[path]), changed_to[path])
     }
     caches = {path for path in is_settled.intersection(strategy.traits.cached_state) if _is_common(path, by_rank)}
+    caches |= {*strategy.traits.collate_tables}
     changed = [*(path for path in changed if path not in caches), *buffers.changed()]
     buffers.put_back()
     texts = []
@@ -482,7 +483,8 @@ def _rehearse_evaluation(session: Session, loader: Loader, best: Best) -> list[s
 
 def is_divided_in_evaluation(strategy: Strategy) -> bool:
     """Return whether ranks or devices evaluate batches of their own."""
-    return strategy.share.count * len(strategy.evaluation_models()) > 1
+    # with several shares the models are not asked for: fsdp gathers them, and this may be asked on one rank alone
+    return strategy.share.count > 1 or len(strategy.evaluation_models()) > 1
 
 
 def kept_by_evaluation(paths: Sequence[str]) -> str:

@@ -100,6 +100,11 @@ def by_data(traits: LossTraits) -> list[str]:
             f"data: the loss changes {few(traits.copied_state)}, of which loader processes keep the values that they "
             "began with (use --num-workers 0)"
         )
+    if traits.collates_in_loaders and (names := (*traits.collate_state, *traits.collate_count)):
+        texts.append(
+            f"data: collate changes {few(names)}, of which each loader process has a copy, and no checkpoint holds it "
+            "(use --num-workers 0)"
+        )
     return texts
 
 
@@ -146,6 +151,9 @@ def by_division(division: BatchDivision, traits: LossTraits, found: Findings, de
         texts.append("random numbers: drawn for each microbatch, so other ones than for the whole batch")
     if traits.collate_draws and (collated := division.num_microbatches) > 1:
         texts.append(f"random numbers in collate: drawn for each of the {collated} parts of a batch")
+    kept_by_collate = (*traits.collate_state, *traits.collate_count * several_calls)
+    if kept_by_collate and division.num_microbatches > 1 and not traits.collates_in_loaders:
+        texts.append(f"state that collate keeps ({few(kept_by_collate)}): {owner}")
     if traits.not_additive is not None:
         texts.append(
             f"the loss is no mean over samples: {traits.not_additive}; here a batch is computed in {parts} parts, "
@@ -177,6 +185,8 @@ def _of_model(traits: LossTraits) -> LossTraits:
     return replace(
         traits,
         collate_draws=False,
+        collate_state=(),
+        collate_count=(),
         not_additive=traits.not_additive if traits.model_not_additive else None,
         learned_buffers=tuple(name for name in traits.learned_buffers if name in traits.model_buffers),
         learned_state=tuple(filter(changed_inside, traits.learned_state)),

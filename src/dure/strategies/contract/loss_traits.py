@@ -35,6 +35,14 @@ class LossTraits:
     """Relative rounding of the loss if its dtype is less precise than the model's numbers; 0 if it is not."""
     collate_draws: bool = False
     """True if `collate` draws random numbers."""
+    collate_state: tuple[str, ...] = ()
+    """Plain state that `collate` changes depending on the samples, and on which later batches depend."""
+    collate_count: tuple[str, ...] = ()
+    """Plain state that every call of `collate` changes in the same way, and on which later batches depend."""
+    collate_tables: tuple[str, ...] = ()
+    """Plain state that `collate` changes and on which no later batch depends, such as masks by the size of a batch."""
+    collates_in_loaders: bool = False
+    """True if loader processes call `collate`, each with a copy of its state."""
     data_changes: bool = False
     """True if samples differed when they were read twice."""
     not_additive: str | None = None

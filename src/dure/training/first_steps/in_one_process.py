@@ -89,7 +89,7 @@ class OneProcessSteps:
         if strategy.group.rank or not _is_comparable(strategy, model):
             return
         started, objects = time.monotonic(), dict(strategy.objects)
-        steps = _Steps(strategy, task, model, loader.without_workers(), order, math.inf, objects)
+        steps = _Steps(strategy, task, model, loader.in_process(), order, math.inf, objects)
         try:
             move_module(model, strategy.device)
             with sharing_state():
@@ -140,6 +140,8 @@ def _is_comparable(strategy: Strategy, model: nn.Module) -> bool:
         traits.reason_unknown
         or traits.draws
         or traits.collate_draws
+        or traits.collate_state
+        or traits.collates_in_loaders * len(traits.collate_count)
         or traits.data_changes
         or traits.autocasts
         or traits.loss_rounding

@@ -49,7 +49,8 @@ class CountedState:
         self._left_out: set[str] = set()
         """Paths of state that evaluations change, which is declared elsewhere."""
         self._task = vars(strategy.objects["task"])
-        known = {*traits.learned_state, *self._readers}
+        of_collate = {*traits.collate_state, *traits.collate_count, *traits.collate_tables}
+        known = {*traits.learned_state, *of_collate, *self._readers}
         self._plain = [
             name
             for name, value in self._task.items()

@@ -6,7 +6,7 @@ import random
 import signal
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from functools import partial
 from multiprocessing import resource_sharer
 from multiprocessing.reduction import ForkingPickler
@@ -27,6 +27,7 @@ from dure.strategies.contract.batches import map_tensors, to_device
 from dure.strategies.sections.absent_tensors import guarded
 from dure.strategies.state.containers import tensors_in
 from dure.terminal import few
+from dure.training.session.collate_state import CollateChanges, CollateState
 from dure.training.session.loader_deaths import LOADER_DEATHS
 from dure.training.session.odd_samples import odd_samples
 from dure.training.task.task import Task
@@ -88,6 +89,18 @@ class SampleFetch(Dataset[Any]):
         self.has_collate_drawn = False
         """True once `collate` has drawn random numbers in this process."""
         self._num_fetches = 0
+        self.state: CollateState | None = None
+        """State that a `collate` of the task's own may change; None if there is none, or it is not known yet."""
+        self._is_aside = False
+
+    @contextmanager
+    def aside(self) -> Iterator[None]:
+        """Undo what `collate` changes within the context."""
+        self._is_aside = True
+        try:
+            yield
+        finally:
+            self._is_aside = False
 
     def __getitems__(self, request: FetchRequest) -> Any:
         """Fetch one batch."""
@@ -139,7 +152,8 @@ class SampleFetch(Dataset[Any]):
         if _is_default(self.collate):  # the default draws nothing, and seeding takes longer than a small batch
             with _naming("collating", indices, samples):
                 return self.collate(samples)
-        with kept_global_randomness(), _naming("collating", indices, samples):
+        undone = self.state.undone() if self._is_aside and self.state is not None else nullcontext()
+        with undone, kept_global_randomness(), _naming("collating", indices, samples):
             seed_for_batch(self.seed, epoch, indices)
             before = GeneratorStates.now() if self._is_probed() else None
             batch = self.collate(samples)
@@ -213,7 +227,12 @@ class Loader:
     @property
     def has_collate_drawn(self) -> bool:
         """True if `collate` has drawn random numbers in this process."""
-        return self._fetch.has_collate_drawn
+        return self._fetch.has_collate_drawn or self.has_collate_own_draws
+
+    @property
+    def has_collate_own_draws(self) -> bool:
+        """True if `collate` has drawn from generators of the task's own in this process."""
+        return self._fetch.state is not None and self._fetch.state.has_drawn
 
     def sample(self, index: int) -> Any:
         """Return one sample as in the first epoch, not collated."""
@@ -228,18 +247,48 @@ class Loader:
         """
         return self._fetch.collated(samples, indices, epoch=0)
 
-    def without_workers(self) -> "Loader":
+    def watch_collate(self, objects: Mapping[str, object]) -> None:
+        """Let the loaders of `without_workers` undo what `collate` changes.
+
+        Args:
+            objects: Objects whose state it may change, by name.
+        """
+        self._fetch.state = None if _is_default(self._fetch.collate) else CollateState(objects)
+
+    def collate_changes(self, groups: Sequence[Sequence[int]]) -> CollateChanges:
+        """Return the state that `collate` changes.
+
+        Args:
+            groups: Indices of samples of the first epoch, in two groups.
+        """
+        if self._fetch.state is None or self._fetch.columns is not None or not all(groups):
+            return CollateChanges()
+        fetched = {index: self.sample(index) for indices in groups for index in indices}
+
+        def collated(indices: Sequence[int]) -> Any:
+            return self.collated([fetched[index] for index in indices], indices)
+
+        return self._fetch.state.changes(collated, groups)
+
+    def in_process(self) -> "Loader":
         """Return a loader of the same data that fetches in this process."""
         return Loader(self._fetch, self._device, 0)
 
+    def without_workers(self) -> "Loader":
+        """Return a loader of the same data that fetches in this process, and leaves the state of `collate` as it is."""
+        return _Aside(self._fetch, self._device)
+
     def batches(self, requests: Iterable[FetchRequest]) -> Iterator[Any]:
         """Yield one batch per request."""
-        host_batches = self._with_workers(requests) if self._num_workers else map(self._fetch.__getitems__, requests)
+        host_batches = self._on_host(requests)
         if self._device.type == "cpu":
             return iter(host_batches)
         if copies_beside(self._device.type):
             return _copied_beside(host_batches, self._device)
         return (to_device(batch, self._device) for batch in host_batches)
+
+    def _on_host(self, requests: Iterable[FetchRequest]) -> Iterable[Any]:
+        return self._with_workers(requests) if self._num_workers else map(self._fetch.__getitems__, requests)
 
     def _with_workers(self, requests: Iterable[FetchRequest]) -> Iterator[Any]:
         is_pinned = copies_beside(self._device.type)
@@ -266,6 +315,19 @@ class Loader:
             signal.pthread_sigmask(signal.SIG_SETMASK, before)
         LOADER_DEATHS.watch()
         return _Awaited(batches)
+
+
+class _Aside(Loader):
+    """Loader for batches that are no part of the training."""
+
+    def __init__(self, fetch: SampleFetch, device: torch.device) -> None:
+        super().__init__(fetch, device, 0)
+
+    def _on_host(self, requests: Iterable[FetchRequest]) -> Iterator[Any]:
+        for request in requests:
+            with self._fetch.aside():
+                batch = self._fetch.__getitems__(request)
+            yield batch
 
 
 def _copied_beside(host_batches: Iterable[Any], device: torch.device) -> Iterator[Any]:

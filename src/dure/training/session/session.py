@@ -192,6 +192,8 @@ def open_session(
     data_state.leave_out_changed()
     strategy.example = data.first_samples
     strategy.objects = {"task": task, **state_outside(task, model)}
+    for loader in filter(None, (data.train_loader, data.eval_loader)):
+        loader.watch_collate(strategy.objects)
     one_process_build = OneProcessBuild()
     inspection = TaskInspection(strategy=strategy, task=task, model=model, loader=data.train_loader, order=data.order)
     with startup.step("trying the task on a few samples"):

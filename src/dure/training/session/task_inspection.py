@@ -26,9 +26,10 @@ from dure.torchcompat.modules import move_module
 from dure.training.inspection.additivity import Additivity
 from dure.training.inspection.collectives import CollectiveCalled, no_collectives
 from dure.training.inspection.first_loss import FirstLoss, difference_of_ranks, difference_of_worlds
-from dure.training.inspection.loss_calls import LossCalls, aside, perturb
+from dure.training.inspection.loss_calls import NUM_SAMPLES, LossCalls, aside, perturb
 from dure.training.inspection.loss_inspection import LossInspection
 from dure.training.inspection.phases import Phases, positions_of
+from dure.training.session.collate_state import CollateChanges
 from dure.training.session.loader import FetchRequest, Loader
 from dure.training.session.one_process_build import OneProcessBuild
 from dure.training.session.sample_order import SampleOrder, total_samples
@@ -151,6 +152,7 @@ class TaskInspection:
         fetch = self._fetch()
         once = [tensor.clone() for tensor in tensors_in(fetch(range(min(2, num_samples))))]
         states = [*_generator_states(loader.data)]
+        of_collate = self._changes_of_collate()
         with self._on_device():
             inspection = self.of_loss()
             traits = inspection.traits(num_samples)
@@ -168,15 +170,25 @@ class TaskInspection:
         is_same = len(once) == len(again) and all(map(is_equal, once, again))
         has_drawn = states != [*_generator_states(loader.data)]
         state = (*traits.learned_state, *traits.counted_state)
-        if has_drawn or not is_same:  # nothing can be compared on samples that differ each time
+        varies = of_collate.learned or of_collate.counted or loader.has_collate_own_draws
+        if has_drawn or not is_same or varies:  # nothing can be compared on samples that differ each time
             traits = replace(traits, not_additive=None, differs_by_world=None)
         traits = replace(
             traits,
             collate_draws=loader.has_collate_drawn,
+            collate_state=of_collate.learned,
+            collate_count=of_collate.counted,
+            collate_tables=of_collate.tables,
+            collates_in_loaders=loader.has_workers,
             data_changes=has_drawn or not is_same,
             copied_state=tuple(path for path in state if path.startswith(f"{_COPIED}.")),
         )
         return traits, inspection.first_loss
+
+    def _changes_of_collate(self) -> CollateChanges:
+        first = self.order.permutation(0)[:NUM_SAMPLES].tolist()
+        half = len(first) // 2
+        return self.loader.collate_changes([first[:half], first[half:]])
 
     def _fits(self) -> bool:
         """Return whether the device has memory for the whole model, its gradients and the copies that trials make."""

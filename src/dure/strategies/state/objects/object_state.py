@@ -12,7 +12,7 @@ import threading
 import types
 import weakref
 from array import array
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, MutableMapping
 from contextvars import ContextVar
 from itertools import islice
@@ -355,6 +355,8 @@ class ObjectState:
                 self._add(container_place(path, value))
             if skips_state(value):
                 self.unseen = self.unseen or path
+            if isinstance(value, defaultdict):
+                self._walk(f"{path}.default_factory", value.default_factory)
             outer, self._is_in_set = self._is_in_set, self._is_in_set or not isinstance(value, _ORDERED)
             for number, (key, item) in enumerate(some(value)):
                 shown = key_text(key) if isinstance(key, (*ATOMS, tuple)) else f"#{number}"

@@ -100,13 +100,8 @@ class StateChanges:
         """Return the declaration of state that evaluations change, and the rehearsed one did not."""
         self._note_between_evaluations()
         session, traits = self._session, self._session.strategy.traits
-        known = {
-            *session.set_by_evaluation,
-            *self._follow_weights,
-            *traits.learned_state,
-            *traits.counted_state,
-            *traits.collate_tables,
-        }
+        by_loss = {*traits.learned_state, *traits.counted_state}
+        known = {*session.set_by_evaluation, *self._follow_weights, *by_loss, *traits.collate_tables}
         late = sorted(self._by_evaluation - known)
         return [kept_by_evaluation(late)] if late and is_divided_in_evaluation(session.strategy) else []
 
@@ -132,9 +127,8 @@ class StateChanges:
             return []
         by_evaluation = self._by_evaluation - self._between_evaluations  # the loss may have begun to change it too
         changed_elsewhere = (*self._follow_weights, *self._by_schedule, *self._by_step, *by_evaluation)
-        drawn = (
-            kept.generators if strategy.draws or traits.collate_draws else ()
-        )  # changed by draws, which are declared
+        has_draws = strategy.draws or traits.collate_draws
+        drawn = kept.generators if has_draws else ()  # changed by draws, which are declared
         of_collate = (*traits.collate_state, *traits.collate_count, *traits.collate_tables)
         known = (*traits.learned_state, *traits.counted_state, *of_collate, *changed_elsewhere, *drawn)
         paths = kept.changed_since(known)

@@ -153,10 +153,10 @@ def test_run_when_collate_keeps_state_then_it_is_exact_or_that_is_declared(
 
 
 class KeepsOddOnes(ZooTask):
-    """Counts evaluated samples with a large target, of which one rank alone has some."""
+    """Counts evaluated samples with a large target, of which one rank alone has some, once training is under way."""
 
     def __init__(self) -> None:
-        self.found = 0
+        self.steps = self.found = 0
 
     def eval_data(self) -> Any:
         x, y = data(8, seed=2)
@@ -165,7 +165,9 @@ class KeepsOddOnes(ZooTask):
 
     def loss(self, model: nn.Module, batch: Any) -> Any:
         x, y = batch
-        if not model.training:
+        if model.training:
+            self.steps += 1
+        elif self.steps > 3:
             self.found += int((y[:, 0] > 8).sum())
         return functional.mse_loss(model(x), y)
 

@@ -3,19 +3,21 @@
 import math
 import time
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import lru_cache
 from itertools import islice
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
+import torch
 
 from dure.data.partition import shares
-from dure.errors import TaskInvalid
+from dure.errors import DureError, TaskInvalid, message_of
 from dure.strategies.contract.abilities import OutlivesRanks, ServesSteps, share_by_step
 from dure.strategies.contract.batches import Microbatch
 from dure.strategies.contract.step_facts import Requests
 from dure.strategies.contract.strategy import Strategy
+from dure.training.inspection.collectives import CollectiveCalled, no_collectives
 from dure.training.session.loader import FetchRequest, Loader
 from dure.training.session.sample_order import GlobalBatch, SampleOrder
 
@@ -156,9 +158,14 @@ class LoadedSamples:
 
     def compute(self, step: PlannedStep, requests: Requests) -> None:
         """Run forward and backward of every microbatch."""
-        self._strategy.forward_backward(
-            self._microbatches(step.share), global_samples=len(step.batch.indices), requests=requests
-        )
+        try:
+            self._strategy.forward_backward(
+                self._microbatches(step.share), global_samples=len(step.batch.indices), requests=requests
+            )
+        except Exception as error:
+            if not (self._strategy.rules.divides_model or self._strategy.share.is_joint):  # else all ranks compute it
+                self._refuse_if_by_part(error, step, self._loss, "the loss")
+            raise
 
     def microbatch_under_way(self) -> int | None:
         """Return the maximum samples that a device computes at once in the current step; None between two steps."""
@@ -186,7 +193,12 @@ class LoadedSamples:
 
     def _fetch(self) -> Any:
         start = time.perf_counter()
-        batch = next(self._fetched, _END)
+        try:
+            batch = next(self._fetched, _END)
+        except Exception as error:
+            if (step := self._current or next(iter(self._planned), None)) is not None:
+                self._refuse_if_by_part(error, step, lambda batch: None, "collate")
+            raise
         self.wait_seconds += time.perf_counter() - start
         if batch is None:
             raise TaskInvalid(
@@ -194,6 +206,51 @@ class LoadedSamples:
                 "the batch"
             )
         return batch
+
+    def _loss(self, batch: Any) -> None:
+        """Call the task's loss without gradients."""
+        strategy = self._strategy
+        with torch.no_grad(), strategy.precision.autocast():
+            strategy.objects["task"].loss(strategy.model, batch)  # type: ignore[attr-defined]
+
+    def _refuse_if_by_part(self, error: Exception, step: PlannedStep, use: Callable[[Any], None], what: str) -> None:
+        """Refuse a task whose loss or `collate` fails on a part of a batch, and not on the whole of it.
+
+        The run ends in any case: nothing that is called here need be undone.
+
+        Args:
+            error: Error that ended the step, which may have another cause, such as a rank that was lost.
+            step: The step.
+            use: Called with a batch; it raises the error again.
+            what: What may have failed, for the sentence.
+
+        Raises:
+            TaskInvalid: It fails on the part alone.
+        """
+        parts = [request.indices for request in step.requests()]
+        is_ours = isinstance(error, DureError | MemoryError | torch.OutOfMemoryError)
+        if is_ours or len(parts[0]) == len(step.batch.indices):
+            return
+        failed = next((part for part in parts if self._fails_on(step.batch.epoch, part, use) is type(error)), None)
+        if failed is None or self._fails_on(step.batch.epoch, step.batch.indices, use) is not None:
+            return
+        lines = f"{type(error).__name__}: {message_of(error)}".splitlines()
+        raise TaskInvalid(
+            f"{what} takes the {len(step.batch.indices)} samples of a batch together, but fails on the {len(failed)} "
+            f"of them that it gets here ({lines[0][:200]}): give it samples of which any part is a batch, with "
+            'what cannot be used left out of the data, a larger batch, or strategy="single" with whole batches'
+        ) from error
+
+    def _fails_on(self, epoch: int, indices: np.ndarray, use: Callable[[Any], None]) -> type[Exception] | None:
+        """Return the class of the error that a batch of some samples leads to, or None."""
+        try:
+            with no_collectives():
+                use(next(self._loader.without_workers().batches([FetchRequest(epoch, indices)])))
+        except CollectiveCalled:
+            return RuntimeError
+        except Exception as error:
+            return type(error)
+        return None
 
     def _microbatches(self, share: RankBatch) -> Iterator[Microbatch]:
         for position, size in enumerate(share.microbatches):

@@ -51,10 +51,17 @@ class FactorCheck:
             return
         by_rank = self._group.all_gather_json([self._sum, self._last])
         self._sum = 0
-        for rank, (checksum, last) in enumerate(by_rank):
-            if checksum != by_rank[0][0]:
-                raise TaskInvalid(
-                    f"the schedule's factor was {by_rank[0][1]:g} on rank 0 and {last:g} on rank {rank} in step "
-                    f"{step}, or they differed before: it follows what the loss or an evaluation keeps, which is each "
-                    "rank's own; let it follow from the samples seen, or use --strategy single"
-                )
+        checksums, factors = zip(*by_rank, strict=True)
+        if len({*checksums}) == 1:
+            return
+        rank = next((n for n, factor in enumerate(factors) if factor != factors[0]), None)
+        if rank is None:
+            rank = next(n for n, checksum in enumerate(checksums) if checksum != checksums[0])
+            seen = f"the schedule gave rank 0 and rank {rank} other factors in a step before step {step}"
+        else:
+            factor = factors[rank]
+            seen = f"the schedule's factor was {factors[0]:g} on rank 0 and {factor:g} on rank {rank} in step {step}"
+        raise TaskInvalid(
+            f"{seen}: it follows what the loss or an evaluation keeps, which is each rank's own; let it follow from "
+            "the samples seen, or use --strategy single"
+        )

@@ -106,6 +106,31 @@ class FollowingTeacher(ZooTask):
         return functional.mse_loss(predicted, y) + functional.mse_loss(predicted, self.teacher(x))
 
 
+class LateTeacher(ZooTask):
+    """Copies the model in the first call of the loss, as a teacher that follows it."""
+
+    teacher: nn.Module | None = None
+
+    def loss(self, model: nn.Module, batch: Any) -> Any:
+        x, y = batch
+        if self.teacher is None:
+            self.teacher = copy.deepcopy(model).requires_grad_(False)
+        with torch.no_grad():
+            for own, followed in zip(self.teacher.parameters(), model.parameters(), strict=True):
+                own.lerp_(followed, 0.1 if model.training else 0.0)
+        predicted = model(x)
+        return functional.mse_loss(predicted, y) + functional.mse_loss(predicted, self.teacher(x))
+
+
+@pytest.mark.parametrize("strategy", ["ddp", pytest.param("fsdp", marks=pytest.mark.slow)])
+def test_teacher_that_the_loss_copies_from_the_model_then_no_ranks_own_state_is_declared(
+    strategy: str, tmp_path: Path
+) -> None:
+    run = train_case(tmp_path, LateTeacher(), strategy, 2, **STEPS)
+    declared = json.loads((run / "summary.json").read_text())["not_preserved"]
+    assert [text for text in declared if not text.startswith("state that no checkpoint holds: task.teacher")] == []
+
+
 class FlagOfSchedule(FollowingTeacher):
     """Has a schedule too, which sets a flag for some steps, by which the loss stays a mean over samples."""
 

@@ -107,14 +107,23 @@ class StateChanges:
 
     def new_declarations(self) -> tuple[list[str], list[str]]:
         """Return declarations of state that no checkpoint holds, and of state that began to change late, once each."""
-        of_data = [] if self._session.data_state is None else self._session.data_state.changed()
-        lost = {**self._session.kept.lost, **{path: f"{path} changed on the way" for path in of_data}}
-        new = {path: why for path, why in lost.items() if path not in self._declared}
-        not_kept = [f"state that no checkpoint holds: {why}; a resume begins without it" for why in new.values()]
+        of_data = self._changed_data()
+        new = {path: why for path, why in self._session.kept.lost.items() if path not in self._declared}
+        of_data_now = [path for path in of_data if path not in self._declared]
+        reasons = [*new.values(), *([f"{few(of_data_now)} changed on the way"] if of_data_now else [])]
+        not_kept = [f"state that no checkpoint holds: {why}; a resume begins without it" for why in reasons]
         late = [path for path in self._changed_late(of_data) if path not in self._declared]
-        self._declared |= {*new, *late}
+        self._declared |= {*new, *of_data_now, *late}
         began = f"state that began to change later ({few(late)}): if by the loss, by each part of a batch"
         return not_kept, [began] if late else []
+
+    def _changed_data(self) -> list[str]:
+        """Return the paths of what has changed in the data, without those of a list that the task itself keeps."""
+        if self._session.data_state is None:
+            return []
+        changed, data = self._session.data_state.changed(), self._session.train_loader.data
+        is_kept = isinstance(data, list | dict) and self._session.kept.holds(data)
+        return [path for path in changed if not (is_kept and path.startswith("data."))]
 
     def _changed_late(self, of_data: Sequence[str]) -> list[str]:
         """Return the state whose change no trial before training showed, if batches are computed in parts.

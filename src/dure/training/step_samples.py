@@ -196,6 +196,11 @@ class LoadedSamples:
         try:
             batch = next(self._fetched, _END)
         except Exception as error:
+            if isinstance(error, RuntimeError) and "DTensor" in str(error):
+                raise TaskInvalid(
+                    f"samples follow from weights of the model, of which a rank of {self._strategy.info.name} has a "
+                    "part only: let the loss use them, or use ddp"
+                ) from error
             if (step := self._current or next(iter(self._planned), None)) is not None:
                 self._refuse_if_by_part(error, step, lambda batch: None, "collate")
             raise

@@ -4,12 +4,16 @@ import threading
 
 import pytest
 import torch
+from torch.optim import SGD
 
+from dure.errors import WorkerFailed
 from dure.strategies.contract.replica_state import HasReplicas, ReplicaState, replica_state
 from dure.strategies.table import STRATEGIES, load_strategy
 from dure.training.fault_injection import flip
 from dure.training.run_state.divergence import Divergence, common_parts, find_divergence, minority
 from dure.training.run_state.replica_check import MOST_FRACTION, Pace
+from tests.conformance.cases import train_case
+from tests.conformance.zoo.feature import STEPS, ZooTask
 
 
 def test_pace_when_comparing_is_dear_then_it_is_rare_but_not_at_once():
@@ -151,3 +155,37 @@ def test_replica_has_parameters_and_the_optimisers_state_under_their_names():
         *("weight", "exp_avg of weight", "exp_avg_sq of weight", "step of weight"),
         *("bias", "exp_avg of bias", "exp_avg_sq of bias", "step of bias"),
     ]
+
+
+class LeavesOutSpikes(SGD):
+    def __init__(self, parameters, task):
+        super().__init__(parameters, lr=0.1)
+        self.task = task
+
+    def step(self, closure=None):
+        if self.task.last < 1.1 * self.task.average:
+            super().step()
+
+
+class SkipsSpikes(ZooTask):
+    """Takes no step after a loss that is larger than a running mean of the losses."""
+
+    def __init__(self):
+        self.last = self.average = None
+
+    def build_optimizer(self, model):
+        return LeavesOutSpikes(model.parameters(), self)
+
+    def loss(self, model, batch):
+        loss = super().loss(model, batch)
+        if model.training:
+            self.last = float(loss)
+            self.average = self.last if self.average is None else 0.8 * self.average + 0.2 * self.last
+        return loss
+
+
+def test_replicas_when_the_step_uses_each_ranks_own_loss_then_that_state_is_named(tmp_path):
+    said = r"after step \d+ ranks hold different weights and different values of task\.average, task\.last"
+    with pytest.raises(WorkerFailed, match=said) as refused:
+        train_case(tmp_path, SkipsSpikes(), "ddp", 2, check_replicas_every=1, **STEPS)
+    assert refused.value.exit_code == 2

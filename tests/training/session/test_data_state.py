@@ -14,9 +14,11 @@ from torch.nn import functional
 from torch.optim import Optimizer
 from torch.utils.data import Dataset, Subset
 
+import dure
+from dure.errors import WorkerFailed
 from dure.training.session.data_state import DataState
 from dure.training.session.loader import SampleFetch
-from tests.conformance.cases import train_case
+from tests.conformance.cases import largest_difference, train_case, weights_of
 from tests.conformance.zoo.feature import STEPS, Samples, ZooTask, data
 
 
@@ -409,3 +411,57 @@ def test_run_when_samples_follow_from_those_read_before_then_that_is_declared(tm
     run = train_case(tmp_path, PastesLast(), "ddp", 2, **STEPS)
     declared = json.loads((run / "summary.json").read_text())["not_preserved"]
     assert any(text.startswith("data: a sample follows from the samples that were read before it") for text in declared)
+
+
+class ReadsWeights(Samples):
+    """Samples that follow from the model's weights."""
+
+    weight: Tensor | None = None
+
+    def __getitem__(self, index: int) -> Any:
+        x, y = super().__getitem__(index)
+        with torch.no_grad():
+            return x if self.weight is None else x + 0.1 * self.weight[0].tanh(), y
+
+
+class SamplesOfWeights(ZooTask):
+    def train_data(self) -> Any:
+        self.samples = ReadsWeights(*data())
+        return self.samples
+
+    def build_optimizer(self, model: nn.Module) -> Optimizer:
+        self.samples.weight = next(model.parameters())
+        return super().build_optimizer(model)
+
+
+def test_run_when_samples_follow_from_divided_weights_then_it_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(WorkerFailed, match="samples follow from weights of the model, of which a rank of fsdp") as e:
+        train_case(tmp_path, SamplesOfWeights(), "fsdp", 2, **STEPS)
+    assert e.value.exit_code == 2
+
+
+class ListOfSamples(ZooTask):
+    """Keeps its data in a list of its own, and smooths the targets in it."""
+
+    def train_data(self) -> Any:
+        self.samples = [(number, *row) for number, row in enumerate(zip(*data(), strict=True))]
+        return self.samples
+
+    def eval_data(self) -> None:
+        return None
+
+    def loss(self, model: nn.Module, batch: Any) -> Any:
+        index, x, y = batch
+        output = model(x)
+        for number, found in zip(index.tolist(), output.detach(), strict=True):
+            _, inputs, target = self.samples[number]
+            self.samples[number] = number, inputs, 0.8 * target + 0.2 * found
+        return functional.mse_loss(output, y)
+
+
+def test_run_when_its_data_are_a_list_of_the_task_then_checkpoints_hold_it(tmp_path: Path) -> None:
+    alone = train_case(tmp_path, ListOfSamples(), **STEPS)
+    assert json.loads((alone / "summary.json").read_text())["not_preserved"] == []
+    half = train_case(tmp_path, ListOfSamples(), **{**STEPS, "samples": 27})
+    whole = Path(dure.train(ListOfSamples(), resume=half, quiet=True, samples=STEPS["samples"]).run)
+    assert largest_difference(weights_of(whole), weights_of(alone)) < 1e-10

@@ -3,6 +3,7 @@
 import random
 import re
 import time
+from contextlib import nullcontext
 from pathlib import Path
 
 import numpy as np
@@ -263,3 +264,23 @@ def test_loss_when_its_trial_takes_long_then_that_is_said_although_what_a_trial_
 
     train(Slow, tmp_path, quiet=False)
     assert "dure: still trying the task on a few samples, for 0 s now" in capfd.readouterr().err
+
+
+class PreparesInMemory(Small):
+    """Sets what training needs where it should write files."""
+
+    shift = 0.0
+
+    def prepare_data(self):
+        self.mean = 1.0
+        PreparesInMemory.shift = 1.0
+
+
+@pytest.mark.parametrize("nproc", [1, 2])
+def test_prepare_data_when_it_sets_attributes_that_other_ranks_lack_then_it_is_refused(nproc, tmp_path):
+    settings = {"strategy": "ddp" if nproc > 1 else "single", "nproc": nproc, "quiet": True, "start": "fork"}
+    said = r"prepare_data sets task\.mean, .*PreparesInMemory\.shift, which the other ranks of this host do not have"
+    expected = nullcontext() if nproc == 1 else pytest.raises(WorkerFailed, match=said)
+    with expected as refused:
+        dure.train(PreparesInMemory(), runs_dir=tmp_path, device="cpu", samples=6, **settings)
+    assert nproc == 1 or refused.value.exit_code == 2

@@ -69,6 +69,10 @@ class KeptState:
         self.lost = self._unseen()
         """Reasons why state cannot be kept, by its path."""
 
+    def holds(self, container: object) -> bool:
+        """Return whether a container is a part of the state, so that what it contains is kept."""
+        return any(value is container for value in self._built.first.values())
+
     def add_schedule(self, schedule: object) -> None:
         """Include the state of a schedule, such as weights that it stores; what building it has set counts as changed.
 

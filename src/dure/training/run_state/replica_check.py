@@ -32,6 +32,8 @@ _AIMED_FRACTION = 0.7 * MOST_FRACTION
 third at best."""
 _SLOWEST_GROWTH = 4
 """Maximum growth from one interval to the next, so that one slow comparison does not delay the others for long."""
+_EARLY_STEPS = 64
+"""Steps up to which code is so much likelier to be the cause than hardware that different state is named as it."""
 _REMEMBERED = 5
 """Number of recent comparisons whose cost determines the next interval."""
 _CAUSE = (
@@ -178,7 +180,8 @@ class ReplicaCheck:
             digests = {rank: reports[rank]["digest"] for rank in ranks}
             if len(set(digests.values())) > 1:
                 self._refuse_unlike_settings()
-                if self.count == 0:  # later, another rank's values may be what the optimiser computed its own from
+                is_exact = now.step == self.agreed_step + 1 and now.step <= _EARLY_STEPS
+                if self.count == 0 or is_exact:  # later, they may follow from the wrong values of another rank
                     self._refuse_unlike_attributes()
                 mine = own if own is not None and own.part == part else None
                 self._diverged(find_divergence(group, mine, digests))
@@ -210,14 +213,14 @@ class ReplicaCheck:
         Communication: one gathered JSON message.
 
         Raises:
-            TaskInvalid: Attributes of the optimiser differ; or those of the model, its buffers or its parameters, which
-                the task's own optimiser, or a hook on its step, can read.
+            TaskInvalid: Attributes of the optimiser differ; or those of the task, the model, its buffers or its
+                parameters, which the task's own optimiser, or a hook on its step, can read.
         """
         kept, strategy = self.session.kept, self.session.strategy
         own = kept.checksums("optimizer")
         if step_hooks(strategy.built_optimizer) or not is_of_torch(strategy.built_optimizer):
             buffers = {f"model.{name}": checksum([buffer]) for name, buffer in strategy.model.named_buffers()}
-            own |= {**buffers, **kept.checksums("model")}
+            own |= {**buffers, **kept.checksums("model"), **kept.checksums("task")}
         by_rank = self.session.group.all_gather_json(own)
         first = by_rank[0]
         if names := {name for one in by_rank for name in {**first, **one} if one.get(name) != first.get(name)}:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from dure.comm.groups import Group, Solo, open_group
 from dure.data.partition import shares
-from dure.errors import DataInvalid, RanksDisagree, SpecInvalid
+from dure.errors import DataInvalid, RanksDisagree, SpecInvalid, TaskInvalid
 from dure.host.backends import backend_name
 from dure.host.device_kinds import device_kind
 from dure.host.devices import check_devices, count_accelerators, resolve_device
@@ -27,6 +27,7 @@ from dure.strategies.contract.loss_traits import LossTraits
 from dure.strategies.contract.precision import Precision, allow_tf32
 from dure.strategies.contract.strategy import LossFunction, Strategy
 from dure.strategies.state.hooks import without_new_hooks
+from dure.strategies.state.objects.object_state import ObjectState
 from dure.strategies.state.objects.used_globals import state_outside
 from dure.strategies.state.shared_storage import has_own_memory, sharing_memory
 from dure.strategies.state.trial import is_equal
@@ -172,7 +173,7 @@ def open_session(
         task = make_task(spec.task, spec.task_options)
         with startup.step("preparing the data"):
             if place.rank.local_rank == 0:
-                task.prepare_data()
+                _prepare_data(task, is_alone=place.rank.local_world_size == 1)
         seed_everything(spec.seed)
         with startup.step("loading the data"):
             train_data, eval_data = task.train_data(), task.eval_data()
@@ -343,6 +344,28 @@ class _Data:
         if self.eval_loader is not None:
             samples["evaluation"] = sample_views(self.eval_samples, self.eval_loader.sample)
         refuse_unlike_samples(group.all_gather_json(samples))
+
+
+def _prepare_data(task: Task, *, is_alone: bool) -> None:
+    """Call the task's `prepare_data`.
+
+    Args:
+        task: Task whose data are prepared.
+        is_alone: Whether this is the only rank of the host, so that no other lacks what is set.
+
+    Raises:
+        TaskInvalid: It sets attributes or global variables, which the other ranks do not have.
+    """
+    if is_alone or type(task).prepare_data is Task.prepare_data:
+        task.prepare_data()
+        return
+    before = ObjectState({"task": task, **state_outside(task, nn.Identity())})
+    task.prepare_data()
+    if changed := [*before.changed()]:
+        raise TaskInvalid(
+            f"prepare_data sets {few(changed)}, which the other ranks of this host do not have, because one rank alone "
+            "calls it: write files there, and set what the task needs in train_data, which all ranks call"
+        )
 
 
 def _traits(inspection: TaskInspection, known: LossTraits | None, one_process_build: OneProcessBuild) -> LossTraits:

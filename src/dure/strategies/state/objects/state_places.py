@@ -140,6 +140,9 @@ def comparable(value: Any, depth: int = 4) -> Any:
         return [str(value.dtype), np.shape(value), value.tobytes()]
     if isinstance(value, DEFINITIONS):
         return value.__qualname__
+    if depth and isinstance(value, nn.Module):  # a copy of the model that the loss makes, say
+        tensors = itertools.chain(value.named_parameters(), value.named_buffers())
+        return [type(value).__qualname__, value.training, [(name, comparable(each, 0)) for name, each in tensors]]
     if isinstance(value, array | bytearray | memoryview | ctypes.Array | ctypes._SimpleCData):
         return [type(value).__qualname__, _bytes_of_memory(value)]
     if depth and isinstance(value, Mapping):

@@ -2,6 +2,7 @@
 
 import functools
 import json
+import math
 import shutil
 from pathlib import Path
 
@@ -141,6 +142,32 @@ def test_run_when_it_grows_then_what_its_first_end_changed_is_declared(samples, 
     declared = declared_of(short)
     assert len(declared) == len(said)
     assert all(text.startswith(start) for text, start in zip(declared, said, strict=True))
+
+
+class Warmed(Regression):
+    """Task whose learning rate rises over a number of samples, whatever the length of the run."""
+
+    def build_schedule(self, optimizer, total_samples):
+        return lambda samples_seen: min(1.0, (1 + samples_seen) / 20)
+
+
+class Cosine(Regression):
+    """Task whose learning rate falls to zero at the end of the run."""
+
+    def build_schedule(self, optimizer, total_samples):
+        return lambda samples_seen: 0.5 * (1 + math.cos(math.pi * samples_seen / total_samples))
+
+
+@pytest.mark.parametrize(("task", "strategy"), [(Warmed, "single"), (Cosine, "single"), (Cosine, "fsdp")])
+def test_run_when_it_grows_then_a_schedule_over_its_first_length_is_declared(task, strategy, tmp_path):
+    settings = {**SETTINGS, "samples": 44}
+    del settings["epochs"]
+    short = train_case(tmp_path, task(), strategy, 1 if strategy == "single" else 2, **settings)
+    resumed(short, samples=None, epochs=3)
+    said = "learning rate: in earlier attempts that of a schedule over another length; "
+    assert [text[: len(said)] for text in declared_of(short)] == [said] * (task is Cosine)
+    resumed(short)
+    assert len(declared_of(short)) == (task is Cosine)
 
 
 class Unscheduled(Regression):

@@ -59,7 +59,7 @@ def test_events_when_all_samples_are_read_then_nearly_every_kind_is_among_them()
     kinds = {type(event) for path in RUNS.iterdir() for event in RunDir(path).events()}
     assert UnknownEvent not in kinds
     missing = {name for name, kind in EVENTS.items() if kind not in kinds}
-    assert missing <= {"slow_threads", "not_preserved", "warning"}
+    assert missing <= {"slow_threads", "not_preserved", "warning", "factors_used"}
 
 
 def test_evaluations_when_read_then_counts_are_whole_numbers_still() -> None:

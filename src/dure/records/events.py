@@ -215,6 +215,16 @@ class NotPreserved(Event):
 
 
 @dataclass(frozen=True, kw_only=True)
+class FactorsUsed(Event):
+    """Factors on the learning rates that the task's schedule gave in some steps of an attempt."""
+
+    total_samples: Count
+    """Samples at which the run was to end."""
+    factors: tuple[tuple[Count, float], ...]
+    """Samples seen before a step, and its factor."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class FirstStepsCompared(Event):
     """First steps of the run that computed the same as one process."""
 
@@ -416,6 +426,7 @@ EVENTS: Mapping[str, type[Event]] = MappingProxyType(
         "step_skipped": StepSkipped,
         "loss_not_finite": LossNotFinite,
         "not_preserved": NotPreserved,
+        "factors_used": FactorsUsed,
         "first_steps_compared": FirstStepsCompared,
         "memory": MemoryUsed,
         "warning": Warned,

@@ -6,6 +6,7 @@ import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
@@ -52,21 +53,42 @@ _MOST_SECONDS = 1.0
 """Seconds after which a schedule is called at no further step; it may set state at some steps only."""
 
 
-def asked_schedule(session: Session, given: Any) -> tuple[Schedule | None, frozenset[str]]:
-    """Return the schedule that a task built, and the paths of the plain state that it sets.
+class AskedSchedule(NamedTuple):
+    """Schedule that was called at many positions before training."""
+
+    schedule: Schedule | None
+    set_state: frozenset[str]
+    """Paths of the plain state that it sets."""
+    gives_others: bool
+    """True if it gives other factors than those used in earlier attempts."""
+
+
+def asked_schedule(session: Session, given: Any, used: Mapping[int, float] = MappingProxyType({})) -> AskedSchedule:
+    """Return the schedule that a task built, and what it does.
+
+    Args:
+        session: Session with task and optimiser.
+        given: Value that the task returned.
+        used: Factors in some steps of earlier attempts, by samples seen. A schedule that sets state follows from more
+            than samples, and is not compared with them.
 
     Raises:
         TaskInvalid: It is not a function of samples, or uses weights of which this rank has only a part.
     """
     strategy = session.strategy
+    now: dict[int, float] = {}
     with _only_asked(session, given) as asked:
         schedule: Schedule | None = strategy.computed(check_schedule, given, strategy.optimizer)
         if schedule is not None:
             with _kept_groups(strategy.optimizer), _kept_groups(strategy.built_optimizer):
                 _ask_all_along(session, schedule, asked)
+                with suppress(Exception):
+                    now = {seen: float(strategy.computed(schedule, seen)) for seen in used}
     if strategy.group.world_size > 1:
         _compare_schedules(session, schedule)
-    return None if schedule is None else WatchedSchedule(strategy, schedule), frozenset(asked.changed)
+    gives_others = bool(used) and not asked.changed and now != used
+    watched = None if schedule is None else WatchedSchedule(strategy, schedule)
+    return AskedSchedule(watched, frozenset(asked.changed), gives_others)
 
 
 class _Asked:

@@ -33,7 +33,7 @@ from dure.training.rehearsal import asked_schedule, rehearse_evaluation
 from dure.training.run_state.capture import Progression
 from dure.training.run_state.checkpoint_policy import Checkpointer
 from dure.training.run_state.factor_check import FactorCheck
-from dure.training.run_state.new_length import differs_in_length
+from dure.training.run_state.new_length import UsedFactors, differs_in_length, used_before
 from dure.training.run_state.replica_check import ReplicaCheck
 from dure.training.run_state.snapshot_policy import MemorySaver
 from dure.training.seeds import chosen_by_timing
@@ -86,6 +86,7 @@ class Trainer:
         self.checkpointer = Checkpointer(session, run, self.position, self._event)
         self.replicas = ReplicaCheck(session, self.position, self._event, self.checkpointer.newest_name)
         self.factors = FactorCheck(session)
+        self.used_factors = UsedFactors()
         trusted_samples = (lambda: self.replicas.agreed_samples) if self.replicas.heals else None
         self.memory = MemorySaver(
             session,
@@ -145,8 +146,10 @@ class Trainer:
                 is_relayed_live=session.place.has_live_line,
             )
             resources.callback(self.progress.close)
-            schedule, set_by_schedule = asked_schedule(session, asked)
-            self.changes.set_by_schedule(set_by_schedule)
+            used = used_before(self.run.events(), session.total_samples) if self.is_first else {}
+            asked_for = asked_schedule(session, asked, used if self.position.step else {})
+            schedule = asked_for.schedule
+            self.changes.set_by_schedule(asked_for.set_state)
             if session.data_state is not None:
                 session.data_state.record()
             if not self.is_restart:  # a restart has passed it already, and its other ranks are waiting
@@ -154,14 +157,16 @@ class Trainer:
             if self._loaders_differ():  # those of an undisturbed run began before this state was set
                 session.notes.append(FOLLOWS_STATE)
             if self.is_first:
-                session.notes += differs_in_length(self.position.samples_seen, session.order)
+                session.notes += differs_in_length(
+                    self.position.samples_seen, session.order, has_other_factors=asked_for.gives_others
+                )
             self._print_start()
             self.loop = TrainingLoop(
                 session.strategy,
                 session.train_loader,
                 session.order,
                 microbatch_size=spec.microbatch_size,
-                schedule=self.factors.noted(schedule),
+                schedule=self.used_factors.noted(self.factors.noted(schedule)),
                 requested=self._requests,
                 record_samples=spec.record_samples,
                 skips_nonfinite=spec.on_nonfinite == "skip",
@@ -205,6 +210,11 @@ class Trainer:
         self._event(events.Interrupted(signal=signal))
         return "interrupted"
 
+    def _note_factors(self) -> None:
+        """Record factors of the schedule, for a resume with another length."""
+        if (event := self.used_factors.event(self.session.total_samples)) is not None:
+            self._event(event)
+
     def _note_operations(self, operations: int, least_seconds: float) -> None:
         self._event(events.OperationsCounted(operations=operations, least_seconds=least_seconds))
 
@@ -232,6 +242,7 @@ class Trainer:
             if requests.stop:
                 self._settle()
                 self._save(is_last=True)
+                self._note_factors()
                 self._event(events.Interrupted(signal=self._agreed_signal()))
                 return "interrupted"
             if self._are_first_steps_done(boundary):
@@ -256,6 +267,7 @@ class Trainer:
         if session.eval_loader is None:
             self._print_epoch()
         self._save(is_last=True)
+        self._note_factors()
         self.replicas.close()
         return "completed"
 

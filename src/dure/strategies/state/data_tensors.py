@@ -11,7 +11,8 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.utils.data import Dataset
 
 from dure.strategies.state.kept_modules import put_back_entries
@@ -32,9 +33,13 @@ _CONTAINERS = (list, dict, set, deque, array, bytearray)
 
 
 def tensors_of(path: str, data: object, levels: int = LEVELS) -> dict[str, Tensor]:
-    """Return the dense tensors of a data set, including those in containers and nested data sets, by path."""
+    """Return the dense tensors of a data set, including those in containers and nested data sets, by path.
+
+    Parameters are none of them: a data set that reads the model's weights does not have them.
+    """
     if isinstance(data, Tensor):
-        return {path: data} if data.layout == torch.strided else {}
+        is_own = not isinstance(data, nn.Parameter) and type(data) is not DTensor
+        return {path: data} if data.layout == torch.strided and is_own else {}
     if isinstance(data, list | tuple):
         held: list[tuple[str, object]] = [(str(number), item) for number, item in enumerate(data[:_MOST_HELD])]
     elif isinstance(data, dict):
@@ -85,7 +90,7 @@ class KeptDataSets:
 
 
 class Contents:
-    """What a container or an array of a data set holds at one point in time."""
+    """Contents of a container or an array of a data set at one point in time."""
 
     def __init__(self, path: str, held: Any) -> None:
         """Record it.

@@ -106,6 +106,7 @@ class Kept(Dataset):
     def __init__(self, inner=None):
         self.labels, self.weights, self.seen = [0, 1, 2], np.ones(3), {1}
         self.scores, self.rows, self.inner = Scores(), [{"label": 0}], inner
+        self.columns = torch.zeros(3), np.zeros(3)
 
     def __len__(self):
         return 3
@@ -116,6 +117,7 @@ DATA_DEEDS = {
     "weights": lambda kept: kept.weights.__setitem__(1, 5.0),
     "seen": lambda kept: kept.seen.add(2),
     "scores.by_index": lambda kept: kept.scores.by_index.update({1: 2.0}),
+    "columns.1": lambda kept: kept.columns[1].__setitem__(0, 1.0),
     "rows.0": lambda kept: kept.rows[0].update(label=1),
     "inner.labels": lambda kept: kept.inner.labels.append(1),
 }
@@ -123,7 +125,8 @@ DATA_DEEDS = {
 
 def content(kept):
     inner = [] if kept.inner is None else content(kept.inner)
-    return [kept.labels[:], kept.weights.tolist(), {*kept.seen}, {**kept.scores.by_index}, dict(kept.rows[0]), inner]
+    arrays = kept.weights.tolist(), kept.columns[1].tolist()
+    return [kept.labels[:], arrays, {*kept.seen}, {**kept.scores.by_index}, dict(kept.rows[0]), inner]
 
 
 @pytest.mark.parametrize("name", DATA_DEEDS)

@@ -182,12 +182,14 @@ def _contents_of(attributes: Mapping[str, Mapping[str, Any]]) -> list[Contents]:
 
 
 def _some_items(value: Any) -> list[tuple[Any, Any]]:
-    """Return items of a container in which others may be; none if the first is of a type that holds nothing."""
+    """Return items of a container that may hold others; none of a long one whose first item holds nothing."""
     if isinstance(value, set | array | bytearray) or not value:
         return []
     items = value.items() if isinstance(value, Mapping) else enumerate(value)
     first = next(iter(value.values())) if isinstance(value, Mapping) else value[0]
-    return [] if isinstance(first, (*ATOMS, Tensor)) else [*itertools.islice(items, _MOST_CONTENTS)]
+    if len(value) > _MOST_HELD and isinstance(first, (*ATOMS, Tensor)):
+        return []
+    return [*itertools.islice(items, _MOST_CONTENTS)]
 
 
 def _is_of_python(value: object) -> bool:

@@ -1,27 +1,33 @@
 """Proof that a script computes on several ranks what it computes on one: `dure prove`."""
 
 import json
+import math
 import re
 import shutil
 import tempfile
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from dure.api.script import ScriptSettings, run_script
 from dure.cluster.rank import read_launcher
 from dure.errors import Misuse, SpecInvalid, WorkerFailed
+from dure.failures.record import read_failure
 from dure.scripts.prove.certificate import Certificate
 
 if TYPE_CHECKING:
-    from dure.scripts.prove.recording import Recording
+    from dure.scripts.prove.recording import Order, Recording
 
 _OF_TYPES = re.compile(r"dtype|[Ss]calar type|Float|Double|Half")
 """Words of errors that another precision may mend."""
 _LOGS = re.compile(r"; see logs/ in \S+")
 """Hint at a folder that is removed."""
+_WITHOUT_DROPOUT = (
+    "dropout was left out for the comparison: its draws are other ones on each rank, which is a reason and no fault"
+)
 _OBSERVER = "dure.scripts.prove.observer"
 """Module that each rank loads before the script."""
 
@@ -40,6 +46,10 @@ class ProofSettings:
     """`float64`, `float32` for the script's own, or `auto` for float64 where the script allows it."""
     batch_size_argument: str | None = None
     """Argument of the script with the batch of a rank, which is multiplied for one process."""
+    timeout_seconds: float = 300.0
+    """Seconds that each run of the script may take; what it has done until then is compared."""
+    face: str | None = None
+    """Library whose interface the script finds in dure, such as `horovod`; None for none."""
 
 
 def prove(settings: ProofSettings, output: Path | None = None) -> Certificate:
@@ -61,7 +71,7 @@ def prove(settings: ProofSettings, output: Path | None = None) -> Certificate:
         proof = _Proof(settings, folder)
         for precision in precisions:
             try:
-                ranks = proof.observed("ranks", precision)
+                ranks = proof.ranks(_Way(precision=precision))
                 break
             except WorkerFailed as error:
                 if precision == precisions[-1] or not _OF_TYPES.search(str(error)):
@@ -71,27 +81,84 @@ def prove(settings: ProofSettings, output: Path | None = None) -> Certificate:
         )
         if precision != precisions[0]:
             certificate.notes.append("the script fails in float64, so float32 is compared, with a larger tolerance")
-        if not any(recording.num_steps for recording in ranks):
-            raise Misuse(
-                f"{settings.script} takes no step of a torch optimiser in its ranks, so nothing can be compared: give "
-                "a script that trains (one that starts processes of its own is not seen)"
-            )
-        if not all(recording.steps for recording in ranks):
-            certificate.notes.append("some ranks take no step")
-        one, problem = proof.one(precision, ranks)
-        if problem:
-            certificate.notes.append(problem)
-        judge(certificate, ranks, one)
-        if _is_of_dropout(certificate, ranks):
-            _without_dropout(certificate, proof, precision)
-        if any(recording.is_repeatable is False for recording in ranks):
-            certificate.notes.append(
-                "the data set gives the same sample otherwise each time (by a clock, or draws that no seed repeats): "
-                "what the ranks were given was compared, and another run has other samples"
-            )
+        way = _Way(precision=precision)
+        if any(recording.dropouts for recording in ranks):
+            certificate.notes.append(_WITHOUT_DROPOUT)
+            way = replace(way, has_dropout=False)
+            ranks = proof.ranks(way)
+        if (reason := _nothing_done(settings, ranks)) is not None:
+            certificate.notes.append(reason)
+        else:
+            one, problem = proof.one(way, ranks)
+            if problem:
+                certificate.notes.append(problem)
+            judge(certificate, ranks, one)
+            if any(cause.id == "batchnorm_statistics" for cause in certificate.causes):
+                _look_behind_statistics(certificate, proof, replace(way, has_statistics=False))
+        certificate.notes += _notes_on_ranks(settings, ranks)
     if output is not None:
         _write(certificate, output)
     return certificate
+
+
+def _nothing_done(settings: ProofSettings, ranks: Sequence["Recording"]) -> str | None:
+    """Return a sentence if no rank has taken a step because the time was over; None if there are steps.
+
+    Raises:
+        Misuse: The script takes no step at all.
+    """
+    if any(recording.num_steps for recording in ranks):
+        return None
+    if any(recording.end == "time" for recording in ranks):
+        return (
+            f"no rank takes a step of an optimiser within {settings.timeout_seconds:g} s (--timeout): give the script "
+            "less data or a smaller model, or more time"
+        )
+    raise Misuse(
+        f"{settings.script} takes no step of a torch optimiser in its ranks, so nothing can be compared: give "
+        "a script that trains (one that starts processes of its own is not seen)"
+    )
+
+
+def _notes_on_ranks(settings: ProofSettings, ranks: Sequence["Recording"]) -> Iterator[str]:
+    if any(recording.num_steps for recording in ranks) and not all(recording.steps for recording in ranks):
+        yield "some ranks take no step"
+    if any(recording.end == "time" for recording in ranks) and any(recording.num_steps for recording in ranks):
+        least = min(recording.num_steps for recording in ranks)
+        yield (
+            f"the ranks were ended after {settings.timeout_seconds:g} s (--timeout) and {least} "
+            f"step{'s' * (least != 1)}, so what comes after is not seen"
+        )
+    if any(recording.is_repeatable is False for recording in ranks):
+        yield (
+            "the data set gives the same sample otherwise each time (by a clock, or draws that no seed repeats): "
+            "what the ranks were given was compared, and another run has other samples"
+        )
+
+
+def _look_behind_statistics(certificate: Certificate, proof: "_Proof", way: "_Way") -> None:
+    """Compare once more without BatchNorm's statistics of a batch, and add the cause that they have hidden."""
+    from dure.scripts.prove.verdict import judge
+
+    try:
+        ranks = proof.ranks(way)
+    except WorkerFailed:
+        return
+    one, _ = proof.one(way, ranks)
+    if one is None:
+        return
+    again = judge(
+        Certificate(script=certificate.script, arguments=[], nproc=certificate.nproc, precision=certificate.precision),
+        ranks,
+        one,
+    )
+    known = {cause.id for cause in certificate.causes}
+    behind = [cause for cause in again.causes if cause.id not in known]
+    certificate.causes += behind
+    if not behind:
+        certificate.notes.append(
+            "with BatchNorm's running statistics in the place of those of a batch, nothing else differs"
+        )
 
 
 def _write(certificate: Certificate, output: Path) -> None:
@@ -129,6 +196,8 @@ def _check(settings: ProofSettings, output: Path | None) -> None:
         )
         if not least <= value <= most
     ]
+    if not 0 < settings.timeout_seconds < math.inf:
+        faults.append(f"timeout is {settings.timeout_seconds:g} but must be a number of seconds above 0")
     if output is not None and not output.absolute().parent.is_dir():
         faults.append(f"output is {output}, but there is no such folder: make it first")
     if (launched := read_launcher()) is not None and launched.rank.world_size > 1:
@@ -139,29 +208,19 @@ def _check(settings: ProofSettings, output: Path | None) -> None:
         raise SpecInvalid(faults)
 
 
-def _is_of_dropout(certificate: Certificate, ranks: Sequence["Recording"]) -> bool:
-    return any(
-        cause.id in ("other_draws", "mean_of_means", "batchnorm_statistics") for cause in certificate.causes
-    ) and any(recording.dropouts for recording in ranks)
+@dataclass(frozen=True, kw_only=True)
+class _Way:
+    """How the script is run for a comparison."""
 
+    precision: str
+    has_dropout: bool = True
+    has_statistics: bool = True
 
-def _without_dropout(certificate: Certificate, proof: "_Proof", precision: str) -> None:
-    """Compare once more without dropout, whose draws are other ones on each rank."""
-    from dure.scripts.prove.verdict import judge
-
-    ranks = proof.observed("ranks-without", precision, has_dropout=False)
-    one, problem = proof.one(precision, ranks, has_dropout=False)
-    if one is None:
-        certificate.notes.append(problem)
-        return
-    again = Certificate(
-        script=certificate.script, arguments=certificate.arguments, nproc=certificate.nproc, precision=precision
-    )
-    judge(again, ranks, one)
-    certificate.steps, certificate.causes, certificate.verdict = again.steps, again.causes, again.verdict
-    certificate.notes.append(
-        "dropout was left out for the comparison: its draws are other ones on each rank, which is a reason and no fault"
-    )
+    @property
+    def name(self) -> str:
+        """Name of the runs' folders."""
+        left_out = "-no-dropout" * (not self.has_dropout) + "-no-statistics" * (not self.has_statistics)
+        return f"{self.precision}{left_out}"
 
 
 class _Proof:
@@ -170,61 +229,100 @@ class _Proof:
     def __init__(self, settings: ProofSettings, folder: Path) -> None:
         self._settings, self._folder = settings, folder
 
-    def observed(
-        self, name: str, precision: str, *, has_dropout: bool = True, fed_from: Path | None = None
-    ) -> list["Recording"]:
-        from dure.scripts.prove.feeding import read_recordings
+    def ranks(self, way: _Way) -> list["Recording"]:
+        """Return the recordings of all ranks.
+
+        Raises:
+            WorkerFailed: The script fails. It does not if a rank is left alone in a call that needs all.
+        """
+        settings = self._settings
+        name = f"ranks-{way.name}"
+        order = self._order(way, num_sample_steps=max(settings.steps, settings.sample_steps))
+        try:
+            return self._observed(name, order, nproc=settings.nproc, arguments=list(settings.arguments))
+        except WorkerFailed:
+            found = self._left_alone(name)
+            if found is None:
+                raise
+            return found
+
+    def _order(self, way: _Way, *, num_sample_steps: int) -> "Order":
         from dure.scripts.prove.recording import Order
 
-        settings = self._settings
-        folder = self._folder / f"{name}-{precision}"
-        folder.mkdir()
-        order = Order(
-            num_steps=settings.steps,
-            num_sample_steps=settings.steps if fed_from else max(settings.steps, settings.sample_steps),
-            is_float64=precision == "float64",
-            has_dropout=has_dropout,
-            fed_from=None if fed_from is None else str(fed_from),
+        return Order(
+            num_steps=self._settings.steps,
+            num_sample_steps=num_sample_steps,
+            is_float64=way.precision == "float64",
+            has_dropout=way.has_dropout,
+            has_statistics=way.has_statistics,
+            most_seconds=self._settings.timeout_seconds,
         )
+
+    def _observed(self, name: str, order: "Order", *, nproc: int, arguments: list[str]) -> list["Recording"]:
+        from dure.scripts.prove.feeding import read_recordings
+
+        folder = self._folder / name
+        folder.mkdir()
         order.write(folder)
         run_script(
             ScriptSettings(
-                script=settings.script,
-                arguments=self._arguments(1 if fed_from is None else settings.nproc),
-                is_module=settings.is_module,
-                nproc=str(settings.nproc if fed_from is None else 1),
+                script=self._settings.script,
+                arguments=arguments,
+                is_module=self._settings.is_module,
+                nproc=str(nproc),
                 runs_dir=self._folder / "runs",
-                name=folder.name,
+                name=name,
                 observer=(_OBSERVER, str(folder)),
                 is_silent=True,
                 on_hang="stop",
+                face=self._settings.face,
             )
         )
         return read_recordings(folder)
 
-    def one(
-        self, precision: str, ranks: Sequence["Recording"], *, has_dropout: bool = True
-    ) -> tuple["Recording | None", str]:
+    def _left_alone(self, name: str) -> list["Recording"] | None:
+        """Return the recordings of ranks that failed because another had ended, or their time was over; else None."""
+        from dure.scripts.prove.feeding import read_recordings
+
+        found = read_recordings(self._folder / name)
+        if len(found) < self._settings.nproc or not any(recording.num_steps for recording in found):
+            return None
+        failures = [read_failure(self._folder / "runs" / name, recording.rank) for recording in found]
+        for recording, failure in zip(found, failures, strict=True):
+            if failure is not None or recording.end == "":
+                recording.end = "failed"
+        if any(failure is not None and not failure.is_consequence for failure in failures):
+            return None
+        return found if any(recording.end in ("script", "time") for recording in found) else None
+
+    def one(self, way: _Way, ranks: Sequence["Recording"]) -> tuple["Recording | None", str]:
         """Return the recording of one process that was given the samples of all ranks, or None and a reason."""
-        source = self._folder / f"{'ranks' if has_dropout else 'ranks-without'}-{precision}"
-        if not any(recording.fetches for recording in ranks):
+        if not any(fetch.is_trained for recording in ranks for fetch in recording.fetches):
             return None, (
                 "the script takes its batches not from a torch.utils.data.DataLoader, so one process cannot be given "
                 "them: only the ranks were compared with each other"
             )
+        least = min(recording.num_steps for recording in ranks if recording.num_steps)
+        order = replace(self._order(way, num_sample_steps=least), fed_from=str(self._folder / f"ranks-{way.name}"))
         try:
-            found = self.observed(
-                "one" if has_dropout else "one-without", precision, has_dropout=has_dropout, fed_from=source
-            )
+            found = self._fed(f"one-{way.name}", order)
+            if _takes_in_turns(found, ranks):
+                found = self._fed(f"one-{way.name}-in-turns", replace(order, in_turns=True))
         except WorkerFailed as error:
-            first_line = str(error).splitlines()[0]
+            first_line = _LOGS.sub("", str(error).splitlines()[0])
             return None, f"the script fails in one process that is given the samples of all ranks: {first_line}"
-        if found and found[0].steps:
-            return found[0], ""
+        if found is not None and found.steps:
+            return found, ""
+        if found is not None and found.end == "time":
+            return None, f"one process takes no step within {self._settings.timeout_seconds:g} s (--timeout)"
         return None, (
             "one process takes no step: if the script goes on from a checkpoint that the ranks have just written, give "
             "it an argument for another folder, or remove the checkpoint and let it write none"
         )
+
+    def _fed(self, name: str, order: "Order") -> "Recording | None":
+        arguments = self._arguments(self._settings.nproc)
+        return next(iter(self._observed(name, order, nproc=1, arguments=arguments)), None)
 
     def _arguments(self, factor: int) -> list[str]:
         """Return the script's arguments, with the batch of one process multiplied."""
@@ -245,3 +343,19 @@ class _Proof:
             f"--batch-size-argument is {name}, but the script's arguments have no number after it: add it to the "
             "arguments, with its default"
         )
+
+
+def _takes_in_turns(one: "Recording | None", ranks: Sequence["Recording"]) -> bool:
+    """Return whether one process reads as many more batches for a step as there are ranks, each as large as a rank's.
+
+    Such a script divides the number of accumulated batches by the number of ranks.
+    """
+    if one is None or not one.steps:
+        return False
+
+    def counts(recording: "Recording") -> list[int]:
+        found = Counter(fetch.step for fetch in recording.fetches if fetch.is_trained and fetch.samples is not None)
+        return [found[step] for step in range(min(len(one.steps), 2))]
+
+    expected = counts(ranks[0])
+    return all(expected) and counts(one) == [len(ranks) * each for each in expected]

@@ -106,6 +106,15 @@ def take_part_in_fetches(hooks: FetchHooks) -> None:
     kind.__init__, kind._next_index, kind.__next__, kind._reset = beginning, indexing, fetching, resetting
 
 
+def next_index(iterator: Any) -> Any:
+    """Return what the sampler of a `DataLoader`'s iterator gives for a further batch, without reading that.
+
+    Raises:
+        StopIteration: The pass has no further batch.
+    """
+    return iterator._next_index()
+
+
 def num_workers_of(iterator: Any) -> int:
     """Return the number of worker processes of a `DataLoader`'s iterator."""
     return int(getattr(iterator, "_num_workers", 0))

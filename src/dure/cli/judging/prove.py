@@ -59,6 +59,17 @@ def prove(
             allow_leading_hyphen=True,
         ),
     ] = None,
+    timeout: Annotated[
+        float,
+        Parameter(
+            name=("--timeout", "--timeout-seconds"),
+            help="seconds that each run of the script may take; what it has done until then is compared",
+        ),
+    ] = 300.0,
+    as_: Annotated[
+        Literal["horovod"] | None,
+        Parameter(name="--as", show_default=False, help="let the script import this library, which dure stands in for"),
+    ] = None,
     output: Annotated[Path, Parameter(help="file for the certificate")] = Path("certificate.json"),
     json: JsonFlag = False,
 ) -> None:
@@ -81,6 +92,8 @@ def prove(
         sample_steps=sample_steps,
         precision=precision,
         batch_size_argument=batch_size_argument,
+        timeout_seconds=timeout,
+        face=as_,
     )
     found = proven(settings, output)
     if json:
@@ -117,6 +130,9 @@ def _lines(found: "Certificate", output: Path) -> Iterator["RenderableType"]:
         gradients, weights = max(step.gradients for step in found.steps), max(step.weights for step in found.steps)
         text = f"  {steps} compared in {found.precision}; largest relative difference: gradients {gradients:.1e}, "
         yield Hanging(joined((f"{text}weights {weights:.1e} (up to {found.tolerance:.0e} is rounding)", "dim")))
+        if found.num_sketched_steps:
+            more = found.num_sketched_steps
+            yield styled(f"  {more} more step{'s' * (more != 1)} compared by sketches", "dim")
     yield Hanging(joined((f"  samples followed for {found.num_followed_steps} steps; certificate: {output}", "dim")))
     for note in found.notes:
         yield Hanging(joined(("  note: ", "bold"), note))

@@ -48,6 +48,8 @@ class ComparedStep:
     loss_of_one: float | None
     rates: list[float]
     rates_of_one: list[float]
+    is_sketch: bool = False
+    """True if sketches of gradients and weights were compared, as after the first steps."""
 
 
 @dataclass(kw_only=True)
@@ -63,6 +65,8 @@ class Certificate:
     tolerance: float = 0.0
     """Largest relative difference that counts as rounding."""
     steps: list[ComparedStep] = field(default_factory=list)
+    num_sketched_steps: int = 0
+    """Further steps that were compared by sketches, without a difference."""
     num_followed_steps: int = 0
     """Steps for which the samples were followed."""
     causes: list[Cause] = field(default_factory=list)

@@ -1,6 +1,6 @@
 """Batches of several ranks, joined for one."""
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import is_dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -11,14 +11,24 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.utils import _pytree as pytree
 
-from dure.scripts.prove.recording import CannotJoin, Fetch, Recording, load, recording_path
+from dure.scripts.prove.recording import CannotJoin, Fetch, Loader, Recording, load, partial_path, recording_path
+
+
+class NoMoreBatches(Exception):
+    """End of the batches that the ranks have kept."""
 
 
 class Batches:
-    """Batches and first weights of the recorded ranks."""
+    """Batches and first weights of the recorded ranks.
 
-    def __init__(self, folder: Path) -> None:
+    Args:
+        folder: Folder of the observed run.
+        in_turns: True to give each fetch the batch of one rank, in turns, and not the joined batch of all.
+    """
+
+    def __init__(self, folder: Path, *, in_turns: bool = False) -> None:
         self._ranks = read_recordings(folder)
+        self._in_turns = in_turns
         self.seed = self._ranks[0].seed
         keys = [loader.key for loader in self._ranks[0].loaders]
         self._keys = [*keys, *(each.key for one in self._ranks[1:] for each in one.loaders if each.key not in keys)]
@@ -36,19 +46,47 @@ class Batches:
             return self._keys.index(key)
         return next(number for number in range(len(self._keys) + len(taken) + 1) if number not in taken)
 
-    def length(self, data: int, own: int) -> int:
-        """Return the length that a loader of a data set had on the recorded ranks."""
-        return self._ranks[0].lengths.get(data, own)
+    def length(self, measured: int, own: int) -> int:
+        """Return the length that a loader or sampler of a data set had on the recorded ranks."""
+        known = self._ranks[0].lengths.get(measured, own)
+        return known * len(self._ranks) if self._in_turns else known
+
+    def num_to_read(self, loader: int, epoch: int) -> tuple[int, bool]:
+        """Return how many samples the ranks would read in one batch more of a pass, and whether they came to its end.
+
+        Returns:
+            The number, which is 0 if a rank did not train in this pass, and True if all came to its end.
+        """
+        if loader >= len(self._keys):
+            return 0, False
+        passes = [
+            [fetch for place, fetch in fetches.items() if place[:2] == (loader, epoch)] for fetches in self._fetches
+        ]
+        if not all(any(fetch.is_trained for fetch in each) for each in passes):
+            return 0, False
+        is_whole = all(any(fetch.samples is None for fetch in each) for each in passes)
+        sizes = [len(fetch.samples or ()) for each in passes for fetch in each]
+        return sum(sizes) + max(sizes) * len(passes), is_whole
+
+    def has_same_data(self, loader: int) -> bool:
+        """Return whether equal indices are equal samples on all ranks."""
+        return loader < len(self._keys) and have_same_data(self._ranks, self._keys[loader])
 
     def joined(self, wanted: Fetch) -> Any:
-        """Return the batch of all ranks at a fetch.
+        """Return the batch of all ranks at a fetch, or that of one rank if they are given in turns.
 
         Raises:
             StopIteration: No rank had a further batch.
+            NoMoreBatches: The ranks have not read or kept further batches.
             CannotJoin: The batches do not fit each other.
         """
-        place = wanted.loader, wanted.epoch, wanted.position
-        found = [fetches[place] for fetches in self._fetches if place in fetches]
+        fetches, position = self._fetches, wanted.position
+        if self._in_turns:
+            fetches, position = [fetches[position % len(fetches)]], position // len(fetches)
+        place = wanted.loader, wanted.epoch, position
+        found = [of_rank[place] for of_rank in fetches if place in of_rank]
+        if not found and self._has_ended_within(wanted):
+            raise NoMoreBatches
         there = [fetch for fetch in found if fetch.samples is not None]
         if not there:
             raise StopIteration
@@ -56,8 +94,19 @@ class Batches:
         wanted.size = sum(fetch.size for fetch in there)
         if any(fetch.batch is None for fetch in there):  # a part of the samples would be taken for all of them
             problems = [problem for recording in self._ranks for problem in recording.problems]
-            raise CannotJoin(problems[0] if problems else "fewer batches than one process fetches for as many steps")
+            if not problems:
+                raise NoMoreBatches
+            raise CannotJoin(problems[0])
         return join([fetch.batch for fetch in there], [len(fetch.samples or ()) for fetch in there])
+
+    def _has_ended_within(self, wanted: Fetch) -> bool:
+        """Return whether the ranks were ended in this pass, or before it."""
+        return not any(
+            fetch.samples is None
+            for fetches in self._fetches
+            for place, fetch in fetches.items()
+            if place[:2] == (wanted.loader, wanted.epoch)
+        )
 
     def give_weights(self, number: int, tensors: dict[str, Tensor]) -> None:
         """Set the weights and buffers of a model to those of the first recorded rank at its first call."""
@@ -67,6 +116,8 @@ class Batches:
                 known = first.get(f"{number}.{name}")
                 if known is not None and known.shape == tensor.shape:
                     _give(tensor, known)
+                elif known is not None and known.dim() == 1 and len(known) <= tensor.numel():  # put together of shards
+                    tensor.view(-1)[: len(known)] = known
 
 
 def _give(tensor: Tensor, values: Tensor) -> None:
@@ -77,8 +128,50 @@ def _give(tensor: Tensor, values: Tensor) -> None:
 
 def read_recordings(folder: Path) -> list[Recording]:
     """Read the recordings of all ranks of an observed run, in order; those that wrote none are left out."""
-    numbers = sorted(int(path.stem.removeprefix("rank")) for path in folder.glob("rank*.json"))
-    return [load(recording_path(folder, number)) for number in numbers]
+    numbers = sorted({int(path.name[4:].partition(".")[0]) for path in folder.glob("rank*.json")})
+    paths = [recording_path(folder, number) for number in numbers]
+    found = [
+        load(path if path.exists() else partial_path(folder, number))
+        for path, number in zip(paths, numbers, strict=True)
+    ]
+    for recording in found[1:]:
+        _take_keys_of(found[0], recording)
+    return found
+
+
+def _take_keys_of(first: Recording, other: Recording) -> None:
+    """Give the loaders that a rank makes at another line than rank 0 the keys that they have there, by their order."""
+    known, here = {each.key for each in first.loaders}, {each.key for each in other.loaders}
+    for loader in other.loaders:
+        if loader.key not in known:
+            same = (each for each in first.loaders if each.key not in here and _is_alike(first, each, other, loader))
+            found = next(same, None)
+            if found is not None:
+                loader.key = found.key
+                here.add(found.key)
+
+
+def _is_alike(first: Recording, one: Loader, other: Recording, two: Loader) -> bool:
+    return (one.num_samples, one.sampler, _is_trained(first, one)) == (
+        two.num_samples,
+        two.sampler,
+        _is_trained(other, two),
+    )
+
+
+def _is_trained(recording: Recording, loader: Loader) -> bool:
+    return any(fetch.is_trained for fetch in recording.fetches if recording.loaders[fetch.loader] is loader)
+
+
+def have_same_data(ranks: Sequence[Recording], key: str) -> bool:
+    """Return whether equal indices are equal samples on all ranks."""
+    loaders = [loader for recording in ranks for loader in recording.loaders if loader.key == key]
+    if len(loaders) != len(ranks):
+        return False
+    if all(each.probes is None for each in loaders):
+        return len({each.num_samples for each in loaders}) == 1
+    # the first probe is the number of samples; without another, nothing of a sample can be read twice alike
+    return all(each.probes == loaders[0].probes and len(each.probes or ()) > 1 for each in loaders)
 
 
 def join(batches: list[Any], counts: list[int]) -> Any:

@@ -35,6 +35,12 @@ class Order:
     """True if model and floating batches are converted."""
     has_dropout: bool = True
     """False if dropout is left out."""
+    has_statistics: bool = True
+    """False if BatchNorm's statistics of a batch are left out."""
+    in_turns: bool = False
+    """True if one process gets the batches of the ranks in turns, and not joined."""
+    most_seconds: float = 600.0
+    """Seconds after which a rank ends, from its start."""
     fed_from: str | None = None
     """Folder of the observed run whose batches this one gets, joined over the ranks; None for its own."""
 
@@ -64,6 +70,8 @@ class Fetch:
     """True if a backward may come from it."""
     samples: list[Any] | None = None
     """Indices of its samples, or digests where a data set has none; None at the end of the data."""
+    digests: list[str] | None = None
+    """Digests of its samples, where `samples` are indices; None if they were not read."""
     size: int = 0
     """First dimension of its first tensor."""
     batch: Any = None
@@ -89,7 +97,16 @@ class Loader:
     is_shuffled: bool | None
     """True if its sampler shuffles; None if that is unknown."""
     probes: list[str] | None = None
-    """Digests of a few samples, read with the same random numbers on all ranks; None if they cannot be read."""
+    """Number of samples of its data set, and digests of what a few of them have each time, read with the same random
+    numbers on all ranks; None if they cannot be read."""
+    has_replacement: bool = False
+    """True if its sampler draws with replacement."""
+    is_stream: bool = False
+    """True if its data set is an `IterableDataset`."""
+    own_samples: list[Any] | None = None
+    """Indices or digests of the samples that one process would be given in a pass; None if unknown, or on a rank."""
+    is_own_whole: bool = False
+    """True if the ranks have read that pass to its end."""
 
 
 @dataclass(kw_only=True)
@@ -112,6 +129,21 @@ class Step:
     """Weights after the step."""
     buffers: dict[str, Any] = field(default_factory=dict)
     """Buffers of the called models after the step."""
+    starts: dict[str, Any] = field(default_factory=dict)
+    """Sketches of the weights when the models are called for the next step; empty if they are not."""
+    is_sketch: bool = False
+    """True if gradients and weights are sketches."""
+
+
+@dataclass(kw_only=True)
+class Clip:
+    """Call that clips gradients by their norm."""
+
+    step: int
+    """Number of steps taken before it."""
+    line: str
+    norm: float
+    """Norm before it."""
 
 
 @dataclass(kw_only=True)
@@ -126,13 +158,11 @@ class Recording:
     fetches: list[Fetch] = field(default_factory=list)
     steps: list[Step] = field(default_factory=list)
     num_steps: int = 0
-    """Steps taken in all, of which the first are in `steps`."""
+    """Steps taken in all."""
+    end: str = ""
+    """Reason of its end: `script`, `steps` if it had seen enough, `time` or `failed`; empty if it was killed."""
     lengths: dict[int, int] = field(default_factory=dict)
-    """Last length of a loader that the script asked for, by the number of its data set."""
-    rates: list[list[float]] = field(default_factory=list)
-    """Learning rates of every followed step."""
-    weight_sums: list[float] = field(default_factory=list)
-    """Sum of the weights after every followed step; those that are divided over the ranks are left out."""
+    """Last length of a loader that the script asked for, by twice the number of its data set; of a sampler, 1 more."""
     initial: dict[str, Any] = field(default_factory=dict)
     """Weights and buffers of each model at its first call, by the number of the model and name."""
     optimizer_lines: list[str] = field(default_factory=list)
@@ -142,7 +172,9 @@ class Recording:
     norms: list[str] = field(default_factory=list)
     """Names of modules that compute statistics of a batch in training, such as BatchNorm."""
     dropouts: list[str] = field(default_factory=list)
-    """Names of modules with dropout in training."""
+    """Places in the script where dropout drops something."""
+    clips: list[Clip] = field(default_factory=list)
+    """Calls that clip gradients by their norm, in the compared steps."""
     has_drawn: bool = False
     """True if random numbers were drawn between a fetch and the backward."""
     is_repeatable: bool | None = None
@@ -156,25 +188,59 @@ def recording_path(folder: Path, rank: int) -> Path:
     return folder / f"rank{rank}.json"
 
 
+def partial_path(folder: Path, rank: int) -> Path:
+    """Return the file of what a rank has recorded that is still going on, or was ended by force."""
+    return folder / f"rank{rank}.partial.json"
+
+
 def save(recording: Recording, path: Path) -> None:
     """Write a recording; the file is there once all of it is."""
-    tensors = NamedTensors()
-    encoded = encode(_as_plain(recording), "recording", tensors)
+    tensors, layouts = NamedTensors(), _Layouts()
+    encoded = encode(_as_plain(recording, layouts), "recording", tensors)
     save_file({name: _contiguous(tensor) for name, tensor in tensors.items()}, path.with_suffix(".safetensors"))
     temporary = path.with_suffix(".part")
-    temporary.write_text(json.dumps(encoded))
+    temporary.write_text(json.dumps([encoded, layouts.known]))
     temporary.rename(path)
 
 
 def load(path: Path) -> Recording:
     """Read a recording."""
     tensors = load_file(path.with_suffix(".safetensors"))
-    found = decode(parse_json(path.read_text(), may_repeat_keys=True, most_depth=None), tensors.__getitem__)
-    kinds: dict[str, Any] = {"loaders": Loader, "fetches": Fetch, "steps": Step}
+    encoded, layouts = parse_json(path.read_text(), may_repeat_keys=True, most_depth=None)
+    found = decode(encoded, tensors.__getitem__)
+    kinds: dict[str, Any] = {"loaders": Loader, "fetches": Fetch, "steps": Step, "clips": Clip}
     values: dict[str, Any] = {
         name: [kinds[name](**each) for each in value] if name in kinds else value for name, value in found.items()
     }
-    return Recording(**values)
+    recording = Recording(**values)
+    for step in recording.steps:
+        for name in _SKETCHED:
+            packed = getattr(step, name)
+            if isinstance(packed, list):
+                number, values_of_all = packed
+                names, sizes = layouts[number]
+                setattr(step, name, dict(zip(names, values_of_all.split(sizes), strict=True)))
+    return recording
+
+
+_SKETCHED = ("gradients", "weights", "starts")
+"""Fields of a step that may have sketches, which are written as one tensor of all."""
+
+
+class _Layouts:
+    """Names and sizes of the sketches that are written as one tensor."""
+
+    def __init__(self) -> None:
+        self.known: list[tuple[list[str], list[int]]] = []
+        self._numbers: dict[str, int] = {}
+
+    def packed(self, sketches: dict[str, Tensor]) -> list[Any]:
+        """Return the number of a layout, and all sketches as one tensor."""
+        layout = [*sketches], [len(each) for each in sketches.values()]
+        number = self._numbers.setdefault(repr(layout), len(self.known))
+        if number == len(self.known):
+            self.known.append(layout)
+        return [number, torch.cat([*sketches.values()])]
 
 
 def _contiguous(tensor: Any) -> Tensor:
@@ -182,10 +248,17 @@ def _contiguous(tensor: Any) -> Tensor:
     return found.contiguous().clone()  # several may share memory, as views of one batch
 
 
-def _as_plain(value: Any) -> Any:
+def _as_plain(value: Any, layouts: _Layouts) -> Any:
+    if isinstance(value, Step):
+        packed = {
+            name: layouts.packed(getattr(value, name))
+            for name in (_SKETCHED if value.is_sketch else _SKETCHED[2:])
+            if getattr(value, name)
+        }
+        return {each.name: packed.get(each.name, getattr(value, each.name)) for each in fields(value)}
     if is_dataclass(value):
-        return {each.name: _as_plain(getattr(value, each.name)) for each in fields(value)}
-    return [_as_plain(each) for each in value] if type(value) is list else value
+        return {each.name: _as_plain(getattr(value, each.name), layouts) for each in fields(value)}
+    return [_as_plain(each, layouts) for each in value] if type(value) is list else value
 
 
 def plain_batch(value: Any) -> Any:

@@ -5,7 +5,6 @@ import math
 import re
 import shutil
 import tempfile
-from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -350,12 +349,12 @@ def _takes_in_turns(one: "Recording | None", ranks: Sequence["Recording"]) -> bo
 
     Such a script divides the number of accumulated batches by the number of ranks.
     """
-    if one is None or not one.steps:
+    if one is None or one.end != "script" and not one.steps:
         return False
 
-    def counts(recording: "Recording") -> list[int]:
-        found = Counter(fetch.step for fetch in recording.fetches if fetch.is_trained and fetch.samples is not None)
-        return [found[step] for step in range(min(len(one.steps), 2))]
+    def count(recording: "Recording") -> int:
+        """Return the number of batches of the first step."""
+        return sum(fetch.step == 0 and fetch.is_trained and fetch.samples is not None for fetch in recording.fetches)
 
-    expected = counts(ranks[0])
-    return all(expected) and counts(one) == [len(ranks) * each for each in expected]
+    expected = count(ranks[0])
+    return expected > 0 and (count(one) == len(ranks) * expected if one.steps else expected > 1)

@@ -42,9 +42,7 @@ def wrapped(model: nn.Module) -> nn.Module:
         with warnings.catch_warnings(action="ignore"):  # it is deprecated
             from torch.distributed.fsdp import FullyShardedDataParallel
 
-            return FullyShardedDataParallel(
-                model, device_id=torch.device("cpu"), use_orig_params="original" in VARIANT
-            )
+            return FullyShardedDataParallel(model, device_id=torch.device("cpu"), use_orig_params="original" in VARIANT)
     if VARIANT.startswith("FSDP2"):
         from torch.distributed.fsdp import fully_shard
 
@@ -84,7 +82,7 @@ def main() -> None:
                 continue
             if VARIANT == "clipped before the average":
                 nn.utils.clip_grad_norm_(parameters, 0.1)
-            if VARIANT.startswith("FSDP1") and RANKS > 1 and "clipped" in VARIANT:
+            if VARIANT.startswith("FSDP1") and "clipped" in VARIANT:
                 model.clip_grad_norm_(0.1)  # type: ignore[operator]
             if "weights" not in VARIANT and not is_sharded:
                 for each in parameters:

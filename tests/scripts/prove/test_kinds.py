@@ -40,8 +40,12 @@ def proven(script: str, variant: str) -> Certificate:
 )
 def test_script_of_another_kind_when_it_is_right_then_it_is_equal(script: str, variant: str) -> None:
     found = proven(script, variant)
-    assert (found.verdict, found.causes, found.precision) == ("equal", [], "float64")
-    assert found.num_sketched_steps == (0 if variant.startswith("accumulated") else 6)
+    has_own_precision = variant.endswith("clipped") and variant.startswith("FSDP1")  # it computes norms in float32
+    assert (found.verdict, found.causes) == ("equal", [])
+    assert found.precision == ("float32" if has_own_precision else "float64")
+    # broadcast_optimizer_state takes a step of its own
+    of_horovod = script == HOROVOD
+    assert found.num_sketched_steps == (0 if has_own_precision or variant.startswith("accumulated") else 6) + of_horovod
     assert any("weights are after each step" in note for note in found.notes) == (variant == "weights averaged")
     assert any("dropout was left out" in note for note in found.notes) == (variant == "dropout of an LSTM")
 
@@ -52,9 +56,13 @@ def test_script_of_another_kind_when_it_is_right_then_it_is_equal(script: str, v
         (SHARES, "overlapping slices", ["samples_seen_twice"], "DataLoader(TensorDataset(x[here]"),
         pytest.param(SHARES, "half slices", ["samples_never_seen"], "DataLoader(TensorDataset(x[here]", marks=slow),
         (SHARES, "unequal last batch", ["mean_of_means"], ".backward()"),
-        pytest.param(SHARES, "undivided stream", ["same_samples_on_all_ranks"], "is_divided=False), BATCH)", marks=slow),
+        pytest.param(
+            SHARES, "undivided stream", ["same_samples_on_all_ranks"], "is_divided=False), BATCH)", marks=slow
+        ),
         (SHARES, "undivided stream with noise", ["samples_seen_twice"], "noise=0.3), BATCH)"),
-        pytest.param(SHARES, "augmented, undivided", ["same_samples_on_all_ranks"], "Augmented(x, y), BATCH", marks=slow),
+        pytest.param(
+            SHARES, "augmented, undivided", ["same_samples_on_all_ranks"], "Augmented(x, y), BATCH", marks=slow
+        ),
         pytest.param(SHARES, "the same draws", ["same_samples_on_all_ranks"], "WeightedRandomSampler(", marks=slow),
         pytest.param(SHARES, "long and unseeded", ["samples_seen_twice"], "order[RANK::RANKS]), 40)", marks=slow),
         (SHARES, "late schedule", ["scaled_learning_rate"], "torch.optim.SGD("),
@@ -65,11 +73,11 @@ def test_script_of_another_kind_when_it_is_right_then_it_is_equal(script: str, v
         pytest.param(HAND, "buffer of one rank", ["other_buffers"], "loss.backward()", marks=slow),
         pytest.param(HAND, "weights averaged sometimes", ["gradients_not_averaged"], "loss.backward()", marks=slow),
         pytest.param(
-            HAND, "norm, and scaled by rank", ["batchnorm_statistics", "gradients_scaled"], "loss.backward()", marks=slow
+            HAND, "norm, and scaled by rank", ["batchnorm_statistics", "mean_of_means"], "loss.backward()", marks=slow
         ),
         pytest.param(HAND, "FSDP1, divided twice", ["gradients_scaled"], "loss.backward()", marks=slow),
         (HOROVOD, "no broadcast", ["other_weights_at_the_start"], "torch.optim.SGD("),
-        pytest.param(HOROVOD, "plain optimiser", ["other_weights_at_the_start"], "torch.optim.SGD(", marks=slow),
+        pytest.param(HOROVOD, "plain optimiser", ["gradients_not_averaged"], ".backward()", marks=slow),
         pytest.param(HOROVOD, "summed", ["gradients_scaled"], ".backward()", marks=slow),
         pytest.param(HOROVOD, "scaled rate", ["scaled_learning_rate"], "torch.optim.SGD(", marks=slow),
         pytest.param(HOROVOD, "no sampler", ["same_samples_on_all_ranks"], "DataLoader(samples", marks=slow),

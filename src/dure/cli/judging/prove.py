@@ -39,7 +39,12 @@ def prove(
     *,
     nproc: Annotated[int, Parameter(help="ranks that are compared with one process")] = 2,
     arguments: Annotated[
-        str | None, Parameter(help="the script's arguments in one word; or write them after --", show_default=False)
+        str | None,
+        Parameter(
+            help="the script's arguments in one word; or write them after --",
+            show_default=False,
+            allow_leading_hyphen=True,
+        ),
     ] = None,
     argument: Annotated[tuple[str, ...], Parameter(show=False, negative=(), allow_leading_hyphen=True)] = (),
     module: Annotated[

@@ -227,7 +227,7 @@ class Observer:
         }
         self.recording.wrappers.append(type(module).__name__)
         for name, each in module.named_modules():
-            if isinstance(each, NORMS) and not isinstance(each, nn.SyncBatchNorm) and each.training:
+            if self._order.has_statistics and _computes_statistics(each):
                 self.recording.norms.append(plain(name))
             if isinstance(each, nn.RNNBase) and each.dropout > 0 and each.num_layers > 1 and each.training:
                 self._note_dropout()
@@ -353,6 +353,10 @@ class Observer:
 
 def _rates(optimizer: Any) -> list[float]:
     return [float(group["lr"]) for group in optimizer.param_groups if "lr" in group]
+
+
+def _computes_statistics(module: nn.Module) -> bool:
+    return isinstance(module, NORMS) and not isinstance(module, nn.SyncBatchNorm) and module.training
 
 
 def _refuse_to_spawn(*_: Any, **__: Any) -> NoReturn:

@@ -164,11 +164,11 @@ class _Judgement:
         cause = cause_of(found)
         if cause is not None and cause.id in _MET_AGAIN and self._meet_again(number):
             self.has_averaged_weights, cause = True, None
-        if cause is None:
+        elif cause is None:
             self.grown = max(self.grown, gradients.value, weights.value)
         if cause is not None or not is_sketch:
             self.compared.append(_described(found))
-        elif alone is not None and self.grown < _MOST_GROWN:
+        elif alone is not None and self._is_float64 and self.grown < _MOST_GROWN:
             self.num_sketched += 1
         return cause
 

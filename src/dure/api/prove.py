@@ -115,7 +115,8 @@ def _nothing_done(settings: ProofSettings, ranks: Sequence["Recording"]) -> str 
         )
     raise Misuse(
         f"{settings.script} takes no step of a torch optimiser in its ranks, so nothing can be compared: give "
-        "a script that trains (one that starts processes of its own is not seen)"
+        "a script that trains (one that starts processes of its own is not seen, and one that goes on from a "
+        "checkpoint may have nothing left to do)"
     )
 
 
@@ -258,25 +259,28 @@ class _Proof:
         )
 
     def _observed(self, name: str, order: "Order", *, nproc: int, arguments: list[str]) -> list["Recording"]:
+        from dure.scripts.prove.checkpoints import put_back
         from dure.scripts.prove.feeding import read_recordings
 
         folder = self._folder / name
         folder.mkdir()
         order.write(folder)
-        run_script(
-            ScriptSettings(
-                script=self._settings.script,
-                arguments=arguments,
-                is_module=self._settings.is_module,
-                nproc=str(nproc),
-                runs_dir=self._folder / "runs",
-                name=name,
-                observer=(_OBSERVER, str(folder)),
-                is_silent=True,
-                on_hang="stop",
-                face=self._settings.face,
-            )
+        run = ScriptSettings(
+            script=self._settings.script,
+            arguments=arguments,
+            is_module=self._settings.is_module,
+            nproc=str(nproc),
+            runs_dir=self._folder / "runs",
+            name=name,
+            observer=(_OBSERVER, str(folder)),
+            is_silent=True,
+            on_hang="stop",
+            face=self._settings.face,
         )
+        try:
+            run_script(run)
+        finally:
+            put_back(folder)
         return read_recordings(folder)
 
     def _left_alone(self, name: str) -> list["Recording"] | None:
@@ -315,8 +319,8 @@ class _Proof:
         if found is not None and found.end == "time":
             return None, f"one process takes no step within {self._settings.timeout_seconds:g} s (--timeout)"
         return None, (
-            "one process takes no step: if the script goes on from a checkpoint that the ranks have just written, give "
-            "it an argument for another folder, or remove the checkpoint and let it write none"
+            "one process takes no step: if the script goes on from what the ranks have just written (only files of "
+            "torch.save and safetensors are put back), give it an argument for another folder, or let it write nothing"
         )
 
     def _fed(self, name: str, order: "Order") -> "Recording | None":
@@ -349,7 +353,7 @@ def _takes_in_turns(one: "Recording | None", ranks: Sequence["Recording"]) -> bo
 
     Such a script divides the number of accumulated batches by the number of ranks.
     """
-    if one is None or one.end != "script" and not one.steps:
+    if one is None or (one.end != "script" and not one.steps):
         return False
 
     def count(recording: "Recording") -> int:

@@ -11,8 +11,16 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset, Subset, TensorDataset
-from torch.utils.data import WeightedRandomSampler
+from torch.utils.data import (
+    DataLoader,
+    Dataset,
+    DistributedSampler,
+    IterableDataset,
+    Sampler,
+    Subset,
+    TensorDataset,
+    WeightedRandomSampler,
+)
 
 VARIANT = sys.argv[1]
 SAMPLES, BATCH, EPOCHS = 48, 4, 2
@@ -35,6 +43,18 @@ class Stream(IterableDataset[Any]):
         x, y = tensors()
         for number in range(self.start, SAMPLES, self.step):
             yield x[number] + self.noise * torch.randn(6, generator=self.numbers), y[number]
+
+
+class Batches(Sampler[list[int]]):
+    """Batches of all ranks, of which each takes its part; the last one is filled up."""
+
+    epoch = 0
+
+    def __iter__(self) -> Iterator[list[int]]:
+        order = np.random.RandomState(self.epoch).permutation(46).tolist()
+        order += order[: -len(order) % (RANKS * BATCH)] if RANKS > 1 else []
+        for start in range(0, len(order), RANKS * BATCH):
+            yield order[start : start + RANKS * BATCH][RANK::RANKS]
 
 
 class Augmented(Dataset[Any]):
@@ -80,6 +100,8 @@ def loader() -> DataLoader[Any]:
         order = [*range(2000)]
         random.shuffle(order)
         return DataLoader(Subset(TensorDataset(*tensors(2000)), order[RANK::RANKS]), 40)
+    if VARIANT.startswith("sampler of batches"):
+        return DataLoader(TensorDataset(*tensors(46)), batch_sampler=Batches())
     sampler = DistributedSampler(samples := TensorDataset(x, y), shuffle=False)
     if VARIANT == "made at two lines" and RANK:
         return DataLoader(samples, BATCH, sampler=sampler)
@@ -95,8 +117,10 @@ def main() -> None:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
     schedule: Any = torch.optim.lr_scheduler.StepLR(optimizer, 16 // RANKS)
     if VARIANT == "schedule by the sampler":
-        schedule = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.1, len(data.sampler) // BATCH)  # type: ignore
+        schedule = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.1, len(data.sampler) // BATCH)  # type: ignore[arg-type]
     for epoch in range(EPOCHS):
+        if VARIANT == "sampler of batches":
+            data.batch_sampler.epoch = epoch  # type: ignore[union-attr]
         for number, (x, y) in enumerate(data):
             if VARIANT == "rank 1 stops" and RANK == 1 and epoch == 1 and number == 2:
                 return

@@ -3,6 +3,7 @@
 from pathlib import Path
 
 import pytest
+import torch
 
 from dure.api.prove import ProofSettings, prove
 from dure.cli import main
@@ -28,6 +29,7 @@ def proven(script: str, variant: str) -> Certificate:
         (SHARES, "augmented slices"),
         pytest.param(SHARES, "made at two lines", marks=slow),
         pytest.param(SHARES, "schedule by the sampler", marks=slow),
+        pytest.param(SHARES, "sampler of batches", marks=slow),
         pytest.param(HAND, "dropout of an LSTM", marks=slow),
         (HAND, "FSDP1"),
         pytest.param(HAND, "FSDP1, original parameters, clipped", marks=slow),
@@ -66,6 +68,9 @@ def test_script_of_another_kind_when_it_is_right_then_it_is_equal(script: str, v
         pytest.param(SHARES, "the same draws", ["same_samples_on_all_ranks"], "WeightedRandomSampler(", marks=slow),
         pytest.param(SHARES, "long and unseeded", ["samples_seen_twice"], "order[RANK::RANKS]), 40)", marks=slow),
         (SHARES, "late schedule", ["scaled_learning_rate"], "torch.optim.SGD("),
+        pytest.param(
+            SHARES, "sampler of batches, no epoch", ["same_order_every_epoch"], "batch_sampler=Batches()", marks=slow
+        ),
         (SHARES, "rank 1 stops", ["other_numbers_of_steps"], "optimizer.step()"),
         (HAND, "clipped before the average", ["clipped_before_average"], "clip_grad_norm_(parameters, 0.1)"),
         pytest.param(HAND, "frozen part by rank", ["other_weights_at_the_start"], "loss.backward()", marks=slow),
@@ -126,6 +131,48 @@ def test_script_when_it_never_ends_then_what_it_has_done_in_time_is_compared(
     found = prove(ProofSettings(script=str(script), timeout_seconds=1.5))
     assert (found.verdict, found.causes) == (verdict, [])
     assert any(note in each for each in found.notes)
+
+
+RESUMED = """
+import os, torch, torch.distributed as dist
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+dist.init_process_group("gloo")
+torch.manual_seed(0)
+model = torch.nn.Linear(4, 1)
+optimizer = torch.optim.SGD(model.parameters(), lr=1e-4)
+first = 0
+if os.path.exists("last.pt"):
+    found = torch.load("last.pt")
+    first = found["epoch"] + 1
+    model.load_state_dict(found["model"])
+model = torch.nn.parallel.DistributedDataParallel(model)
+samples = TensorDataset(torch.randn(24, 4))
+for epoch in range(first, 3):
+    for x, in DataLoader(samples, batch_size=4, sampler=DistributedSampler(samples, shuffle=False)):
+        model(x).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    if dist.get_rank() == 0:
+        torch.save({"epoch": epoch, "model": model.module.state_dict()}, "last.tmp")
+        os.replace("last.tmp", "last.pt")
+        torch.save(model.module.state_dict(), f"epoch{epoch}.pt")
+    dist.barrier()
+"""
+
+
+@pytest.mark.parametrize("has_checkpoint", [False, True])
+def test_checkpoints_when_the_script_goes_on_from_them_then_are_as_before_each_run(
+    has_checkpoint: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "train.py").write_text(RESUMED)
+    monkeypatch.chdir(tmp_path)
+    if has_checkpoint:
+        torch.save({"epoch": 0, "model": torch.nn.Linear(4, 1).double().state_dict()}, "last.pt")
+        before = Path("last.pt").read_bytes()
+    found = prove(ProofSettings(script="train.py"))
+    assert (found.verdict, found.num_followed_steps) == ("equal", 6 if has_checkpoint else 9)
+    assert sorted(path.name for path in tmp_path.glob("*.pt")) == ["last.pt"] * has_checkpoint
+    assert not has_checkpoint or Path("last.pt").read_bytes() == before
 
 
 def test_time_limit_when_it_is_no_time_then_is_refused(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:

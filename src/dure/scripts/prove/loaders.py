@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
-from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, Subset
+from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, IterableDataset, Subset
 
 from dure.scripts.prove.feeding import Batches, NoMoreBatches, shaped
 from dure.scripts.prove.naming import line_of_script
@@ -143,12 +143,17 @@ class Loaders:
 
     def _described(self, loader: Any, key: str) -> Loader:
         sampler: Any = getattr(loader, "sampler", None)
+        of_batches: Any = getattr(loader, "batch_sampler", None)
+        if of_batches is not None and type(of_batches) is not BatchSampler:
+            sampler = of_batches  # the loader's sampler is a mere default then
         name, data = type(sampler).__name__, loader.dataset
         is_shuffled = None
         if hasattr(sampler, "shuffle"):
             is_shuffled = bool(sampler.shuffle)
         elif name in ("RandomSampler", "SequentialSampler"):
             is_shuffled = name == "RandomSampler"
+        elif sampler is of_batches and not hasattr(sampler, "epoch") and not hasattr(sampler, "set_epoch"):
+            is_shuffled = False
         has_length = not isinstance(data, IterableDataset) and hasattr(data, "__len__")
         return Loader(
             key=key,

@@ -22,6 +22,7 @@ from torch.distributed.tensor import DTensor
 
 from dure.errors import Misuse
 from dure.process.context import Place
+from dure.scripts.prove.checkpoints import keep_checkpoints
 from dure.scripts.prove.feeding import Batches
 from dure.scripts.prove.loaders import Loaders
 from dure.scripts.prove.naming import line_of_script, plain, tensors_of
@@ -83,6 +84,7 @@ class Observer:
         np.random.seed(seed)
         random.seed(seed)
         self._write_before_exit()
+        keep_checkpoints(self._folder, self.recording.rank)
         if self._order.is_float64:
             self._compute_in_float64()
         if self._order.has_dropout:

@@ -13,9 +13,11 @@ from typing import TYPE_CHECKING
 
 from dure.api.script import ScriptSettings, run_script
 from dure.cluster.rank import read_launcher
+from dure.documents import read_json
 from dure.errors import Misuse, SpecInvalid, WorkerFailed
 from dure.failures.record import read_failure
-from dure.scripts.prove.certificate import Certificate
+from dure.records.run_dir import RunDir
+from dure.scripts.prove.certificate import DIFFERS, Cause, Certificate
 
 if TYPE_CHECKING:
     from dure.scripts.prove.recording import Order, Recording
@@ -27,6 +29,8 @@ _LOGS = re.compile(r"; see logs/ in \S+")
 _WITHOUT_DROPOUT = (
     "dropout was left out for the comparison: its draws are other ones on each rank, which is a reason and no fault"
 )
+_BEHIND_STATISTICS = "with BatchNorm's running statistics in the place of those of a batch, nothing else differs"
+_BEHIND_DRAWS = "with random numbers that are the same for the same samples, nothing else differs"
 _OBSERVER = "dure.scripts.prove.observer"
 """Module that each rank loads before the script."""
 
@@ -92,8 +96,14 @@ def prove(settings: ProofSettings, output: Path | None = None) -> Certificate:
             if problem:
                 certificate.notes.append(problem)
             judge(certificate, ranks, one)
-            if any(cause.id == "batchnorm_statistics" for cause in certificate.causes):
-                _look_behind_statistics(certificate, proof, replace(way, has_statistics=False))
+            if proof.hang and not certificate.causes:
+                certificate.causes.append(_of_hang(proof.hang, ranks))
+                certificate.verdict = DIFFERS
+            found = {cause.id for cause in certificate.causes}
+            if "batchnorm_statistics" in found:
+                _look_behind(certificate, proof, replace(way, has_statistics=False), _BEHIND_STATISTICS)
+            if "other_draws" in found:
+                _look_behind(certificate, proof, replace(way, follows_samples=True), _BEHIND_DRAWS)
         certificate.notes += _notes_on_ranks(settings, ranks)
     if output is not None:
         _write(certificate, output)
@@ -136,8 +146,19 @@ def _notes_on_ranks(settings: ProofSettings, ranks: Sequence["Recording"]) -> It
         )
 
 
-def _look_behind_statistics(certificate: Certificate, proof: "_Proof", way: "_Way") -> None:
-    """Compare once more without BatchNorm's statistics of a batch, and add the cause that they have hidden."""
+def _of_hang(reason: str, ranks: Sequence["Recording"]) -> Cause:
+    first = min(ranks, key=lambda recording: recording.num_steps)
+    return Cause(
+        id="ranks_hang",
+        what=f"the ranks hang after {first.num_steps} steps: {reason}",
+        cure="let all ranks make the same calls in the same order, and leave loops at the same step",
+        line=first.steps[-1].line if first.steps else "",
+        step=first.num_steps + 1,
+    )
+
+
+def _look_behind(certificate: Certificate, proof: "_Proof", way: "_Way", note: str) -> None:
+    """Compare once more without what a cause may hide others behind, and add these, or else a note."""
     from dure.scripts.prove.verdict import judge
 
     try:
@@ -151,14 +172,19 @@ def _look_behind_statistics(certificate: Certificate, proof: "_Proof", way: "_Wa
         Certificate(script=certificate.script, arguments=[], nproc=certificate.nproc, precision=certificate.precision),
         ranks,
         one,
+        has_samples=False,
     )
-    known = {cause.id for cause in certificate.causes}
-    behind = [cause for cause in again.causes if cause.id not in known]
+    behind = [cause for cause in again.causes if cause.id not in {known.id for known in certificate.causes}]
+    if way.follows_samples and any(_draw_apart(one, recording) for recording in ranks):
+        return  # there are draws of another size in one process, which cannot be made the same
     certificate.causes += behind
     if not behind:
-        certificate.notes.append(
-            "with BatchNorm's running statistics in the place of those of a batch, nothing else differs"
-        )
+        certificate.notes.append(note)
+
+
+def _draw_apart(one: "Recording", rank: "Recording") -> bool:
+    """Return whether draws that do not follow the samples differ before the end of what both have recorded."""
+    return any(state != other for state, other in zip(one.draw_states, rank.draw_states, strict=False))
 
 
 def _write(certificate: Certificate, output: Path) -> None:
@@ -215,12 +241,13 @@ class _Way:
     precision: str
     has_dropout: bool = True
     has_statistics: bool = True
+    follows_samples: bool = False
 
     @property
     def name(self) -> str:
         """Name of the runs' folders."""
         left_out = "-no-dropout" * (not self.has_dropout) + "-no-statistics" * (not self.has_statistics)
-        return f"{self.precision}{left_out}"
+        return f"{self.precision}{left_out}{'-draws' * self.follows_samples}"
 
 
 class _Proof:
@@ -228,6 +255,8 @@ class _Proof:
 
     def __init__(self, settings: ProofSettings, folder: Path) -> None:
         self._settings, self._folder = settings, folder
+        self.hang = ""
+        """Reason for which the ranks hang, if they do so for certain."""
 
     def ranks(self, way: _Way) -> list["Recording"]:
         """Return the recordings of all ranks.
@@ -255,6 +284,7 @@ class _Proof:
             is_float64=way.precision == "float64",
             has_dropout=way.has_dropout,
             has_statistics=way.has_statistics,
+            follows_samples=way.follows_samples,
             most_seconds=self._settings.timeout_seconds,
         )
 
@@ -284,19 +314,25 @@ class _Proof:
         return read_recordings(folder)
 
     def _left_alone(self, name: str) -> list["Recording"] | None:
-        """Return the recordings of ranks that failed because another had ended, or their time was over; else None."""
+        """Return the recordings of ranks that failed because they do not make the same calls, or in the end; else None.
+
+        Such ranks were lost by others because their script was over, or hang with them.
+        """
         from dure.scripts.prove.feeding import read_recordings
 
-        found = read_recordings(self._folder / name)
+        found, run = read_recordings(self._folder / name), RunDir(self._folder / "runs" / name)
         if len(found) < self._settings.nproc or not any(recording.num_steps for recording in found):
             return None
-        failures = [read_failure(self._folder / "runs" / name, recording.rank) for recording in found]
+        failures = [read_failure(run.path, recording.rank) for recording in found]
+        if any(failure is not None and not failure.is_consequence for failure in failures):
+            return None
         for recording, failure in zip(found, failures, strict=True):
             if failure is not None or recording.end == "":
                 recording.end = "failed"
-        if any(failure is not None and not failure.is_consequence for failure in failures):
-            return None
-        return found if any(recording.end in ("script", "time") for recording in found) else None
+        if any(recording.end in ("script", "time") for recording in found):
+            return found
+        self.hang = _certain_hang(run)
+        return found if self.hang else None
 
     def one(self, way: _Way, ranks: Sequence["Recording"]) -> tuple["Recording | None", str]:
         """Return the recording of one process that was given the samples of all ranks, or None and a reason."""
@@ -346,6 +382,15 @@ class _Proof:
             f"--batch-size-argument is {name}, but the script's arguments have no number after it: add it to the "
             "arguments, with its default"
         )
+
+
+def _certain_hang(run: RunDir) -> str:
+    """Return the reason of a run's last hang, if it would not have ended by itself; else nothing."""
+    for path in reversed(run.hangs()):
+        record = read_json(path)
+        if record.get("is_certain"):
+            return str(record.get("text", "")).partition("\n")[0].partition(": ")[2]
+    return ""
 
 
 def _takes_in_turns(one: "Recording | None", ranks: Sequence["Recording"]) -> bool:

@@ -104,7 +104,9 @@ def evaluated(model: nn.Module, *, in_loop: bool) -> None:
 def main() -> None:
     dist.init_process_group("gloo")
     ranks = dist.get_world_size()
-    torch.manual_seed(dist.get_rank() if VARIANT in ("seed by rank", "seed by rank, no wrapper") else 7)
+    torch.manual_seed(
+        dist.get_rank() if VARIANT in ("seed by rank", "seed by rank, no wrapper", "drawn with replacement") else 7
+    )
     model = Model()
     by_hand = VARIANT in ("summed", "by hand", "no average", "seed by rank, no wrapper", "one parameter left out")
     wrapped: nn.Module = model

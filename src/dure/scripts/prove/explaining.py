@@ -65,11 +65,9 @@ def cause_of(found: Compared) -> Cause | None:
     if found.has_other_start and found.number == 0 and found.apart.value > tolerance:
         return of_other_start(found.ranks, found.optimizer_line)
     if found.between.value > tolerance:
-        return _of_clips(found) or _not_averaged(found)
+        return _of_clips(found) or _of_other_epochs(found) or _not_averaged(found)
     if (missing := _taking_part_on_some(found.steps)) is not None:
         return _of_missing(found, missing)
-    if found.apart.value > tolerance:
-        return _parted(found)
     if rank := next((rank for rank, step in enumerate(found.steps) if rates_differ(first.rates, step.rates)), 0):
         return Cause(
             id="rates_part",
@@ -80,6 +78,8 @@ def cause_of(found: Compared) -> Cause | None:
             line=first.line,
             step=found.number + 1,
         )
+    if found.apart.value > tolerance:
+        return _parted(found)
     if alone is None:
         return None
     if rates_differ(first.rates, alone.rates):
@@ -139,6 +139,26 @@ def _of_clips(found: Compared) -> Cause | None:
                 step=found.number + 1,
             )
     return None
+
+
+def _of_other_epochs(found: Compared) -> Cause | None:
+    """Return a cause if a rank has come to the end of its data before others, as it may under `Join`."""
+    epochs = [
+        {(fetch.loader, fetch.epoch) for fetch in recording.fetches if fetch.step == found.number and fetch.is_trained}
+        for recording in found.ranks
+    ]
+    other = next((rank for rank, each in enumerate(epochs) if each and epochs[0] and not each & epochs[0]), None)
+    if other is None:
+        return None
+    later, earlier = sorted((0, other), key=lambda rank: -max(epoch for _, epoch in epochs[rank]))
+    return Cause(
+        id="other_numbers_of_steps",
+        what=f"rank {later} has come to the end of its batches after {found.number} steps, and rank {earlier} has not",
+        cure="give all ranks as many batches (drop_last=True, or DistributedSampler, which fills up): under Join, a "
+        "rank without a batch takes no part in the mean",
+        line=found.loss_line,
+        step=found.number + 1,
+    )
 
 
 def _not_averaged(found: Compared) -> Cause:
@@ -230,7 +250,7 @@ def _of_buffers(found: Compared) -> Cause:
     if module in norms:
         return Cause(
             id="batchnorm_statistics",
-            what=f"{module} normalises by the samples of one rank, not by those of all",
+            what=f"BatchNorm {module} normalises by the samples of one rank, not by those of all",
             cure="convert the model with torch.nn.SyncBatchNorm.convert_sync_batchnorm before it is wrapped",
             step=found.number + 1,
         )
@@ -269,7 +289,7 @@ def _other_gradients(found: Compared, alone: Step) -> Cause:
     if norms:
         return Cause(
             id="batchnorm_statistics",
-            what=f"{norms[0]} normalises by the samples of one rank, not by those of all: "
+            what=f"BatchNorm {norms[0]} normalises by the samples of one rank, not by those of all: "
             f"{gradients.name} has another gradient (by {gradients.value:.2g} of its size)",
             cure="convert the model with torch.nn.SyncBatchNorm.convert_sync_batchnorm before it is wrapped",
             line=line,

@@ -99,6 +99,13 @@ class Batches:
             raise CannotJoin(problems[0])
         return join([fetch.batch for fetch in there], [len(fetch.samples or ()) for fetch in there])
 
+    def origin(self, fetch: Fetch) -> tuple[list[int], str]:
+        """Return the ranks whose batches a fetch is given, and the name of the fetch there."""
+        count, position = len(self._ranks), fetch.position
+        if self._in_turns:
+            return [position % count], f"{fetch.epoch} {position // count}"
+        return [*range(count)], f"{fetch.epoch} {position}"
+
     def _has_ended_within(self, wanted: Fetch) -> bool:
         """Return whether the ranks were ended in this pass, or before it."""
         return not any(

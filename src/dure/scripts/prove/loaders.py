@@ -21,6 +21,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, IterableDataset, Subset
 
+from dure.scripts.prove.draws import Draws
 from dure.scripts.prove.feeding import Batches, NoMoreBatches, shaped
 from dure.scripts.prove.naming import line_of_script
 from dure.scripts.prove.recording import CannotJoin, Fetch, Loader, Order, Recording, plain_batch
@@ -59,6 +60,7 @@ class Loaders:
         self._since_backward: list[Fetch] = []
         self._iterators: weakref.WeakKeyDictionary[Any, _Pass] = weakref.WeakKeyDictionary()
         self._kept_bytes = self._digested_bytes = 0
+        self._draws = Draws()
         self.random_state: Any = None
         """State of the generators after the last fetch."""
 
@@ -76,6 +78,8 @@ class Loaders:
         DataLoader.__init__ = creating  # type: ignore[method-assign, assignment]
         DataLoader.__len__ = self._measured(length, 0)  # type: ignore[method-assign]
         DistributedSampler.__len__ = self._measured(DistributedSampler.__len__, 1)  # type: ignore[method-assign]
+        if self._order.follows_samples:
+            self._draws.install()
         take_part_in_fetches(FetchHooks(self._begin_pass, self._index, self._fetch))
 
     def _measured(self, length: Callable[[Any], int], kind: int) -> Callable[[Any], int]:
@@ -211,7 +215,9 @@ class Loaders:
         else:
             fetch.samples = digests(batch, fetch.size)
         self._keep(fetch, batch)
-        if self._recording.num_steps < self._order.num_steps:
+        if self._order.follows_samples:
+            self._draws.begin_batch(fetch.size, [self._recording.rank], f"{fetch.epoch} {fetch.position}")
+        elif self._recording.num_steps < self._order.num_steps:
             self.random_state = _random_state()
         return self.converted(batch)
 
@@ -241,6 +247,8 @@ class Loaders:
                 raise
             self._recording.problems.append(str(error))
             self._end()
+        if self._order.follows_samples:
+            self._draws.begin_batch(fetch.size, *batches.origin(fetch))
         return self.converted(shaped(self._shapes.get(run.loader), joined))
 
     def _look_at_own(self, iterator: Any, run: "_Pass", own: Callable[[], Any], batches: Batches) -> None:
@@ -287,6 +295,11 @@ class Loaders:
         if not self._order.is_float64:
             return batch
         return pytree.tree_map(lambda each: each.double() if _is_floating(each) else each, batch)
+
+    def end_batch(self) -> None:
+        """Note that the loss of a batch was computed."""
+        if self._order.follows_samples and self._recording.num_steps < self._order.num_steps:
+            self._recording.draw_states.append(self._draws.end_batch())
 
     def has_drawn(self) -> bool:
         """Return whether random numbers were drawn since the last fetch."""

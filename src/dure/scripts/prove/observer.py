@@ -282,6 +282,7 @@ class Observer:
             return
         if not self._is_over() and self._loaders.has_drawn():
             self.recording.has_drawn = True
+        self._loaders.end_batch()
         self._loaders.mark_trained()
         self._backwards_in_step += bool(self._stepping)
         first = tensors if isinstance(tensors, Tensor) else None

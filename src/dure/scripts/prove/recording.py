@@ -37,6 +37,8 @@ class Order:
     """False if dropout is left out."""
     has_statistics: bool = True
     """False if BatchNorm's statistics of a batch are left out."""
+    follows_samples: bool = False
+    """True if random numbers follow the samples."""
     in_turns: bool = False
     """True if one process gets the batches of the ranks in turns, and not joined."""
     most_seconds: float = 600.0
@@ -175,6 +177,8 @@ class Recording:
     """Places in the script where dropout drops something."""
     clips: list[Clip] = field(default_factory=list)
     """Calls that clip gradients by their norm, in the compared steps."""
+    draw_states: list[str] = field(default_factory=list)
+    """Digests of the generators' states at each backward of the compared steps, if draws follow the samples."""
     has_drawn: bool = False
     """True if random numbers were drawn between a fetch and the backward."""
     is_repeatable: bool | None = None

@@ -18,21 +18,24 @@ _PARTLY_FLOAT32 = 1e-6
 """Relative difference up to which float64 gradients count as computed in float32 in between."""
 _LATER_TOLERANCE = 1e-6
 """Relative difference that is rounding in later steps, where that of many steps has grown."""
-_MOST_GROWTH = 1e3
-"""Factor by which rounding may grow in a later step; LBFGS, and rates near divergence, let it grow by 10 in each."""
+_MOST_GROWTH = 1e5
+"""Factor by which rounding may grow in a later step; LBFGS lets it grow by 1000 in one."""
 _MOST_GROWN = 1e-3
 """Difference up to which rounding may have grown; later steps are not compared with one process then."""
 _MET_AGAIN = ("gradients_not_averaged", "gradients_scaled_by_rank", "weights_part")
 """Causes that are none if the weights are averaged after the step."""
 
 
-def judge(certificate: Certificate, ranks: Sequence[Recording], one: Recording | None) -> Certificate:
+def judge(
+    certificate: Certificate, ranks: Sequence[Recording], one: Recording | None, *, has_samples: bool = True
+) -> Certificate:
     """Complete a certificate by what the ranks and one process have recorded.
 
     Args:
         certificate: Certificate without steps and causes.
         ranks: Recordings of all ranks.
         one: Recording of one process that was given the ranks' samples; None if there is none.
+        has_samples: True if it is looked which samples the ranks were given.
     """
     certificate.tolerance = TOLERANCES[certificate.precision]
     if _has_halves(ranks):
@@ -42,8 +45,11 @@ def judge(certificate: Certificate, ranks: Sequence[Recording], one: Recording |
             "smaller faults are not seen"
         )
     certificate.num_followed_steps = min(recording.num_steps for recording in ranks)
-    certificate.notes += notes_on_samples(ranks, one)
-    judgement, of_samples = _Judgement(certificate, ranks, one), [*causes_in_samples(ranks, one)]
+    of_samples: list[Cause] = []
+    if has_samples:
+        certificate.notes += notes_on_samples(ranks, one)
+        of_samples += causes_in_samples(ranks, one)
+    judgement = _Judgement(certificate, ranks, one)
     causes = judgement.causes()
     if causes and judgement.is_small(_PARTLY_FLOAT32):
         certificate.tolerance = 10 * _PARTLY_FLOAT32

@@ -236,7 +236,7 @@ def _check(settings: ProofSettings, output: Path | None) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class _Way:
-    """How the script is run for a comparison."""
+    """Way in which the script is run for a comparison."""
 
     precision: str
     has_dropout: bool = True

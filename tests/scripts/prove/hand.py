@@ -23,6 +23,7 @@ class Model(nn.Module):
         self.body, self.head = nn.Linear(6, 8), nn.Linear(8, 3)
         self.norm: nn.Module = nn.BatchNorm1d(8) if VARIANT == "norm, and scaled by rank" else nn.Identity()
         self.memory = nn.LSTM(8, 8, 2, dropout=0.5) if VARIANT == "dropout of an LSTM" else None
+        self.attention = nn.MultiheadAttention(8, 2, 0.3, batch_first=True) if "attention" in VARIANT else None
         self.register_buffer("centre", torch.zeros(8))
 
     def forward(self, x: Tensor) -> Tensor:
@@ -33,6 +34,8 @@ class Model(nn.Module):
             hidden = hidden - self.centre
         if self.memory is not None:
             hidden = self.memory(hidden[None])[0][0]
+        if self.attention is not None:
+            hidden = self.attention(hidden[:, None], hidden[:, None], hidden[:, None], need_weights=False)[0][:, 0]
         out: Tensor = self.head(hidden)
         return out
 
@@ -72,6 +75,9 @@ def main() -> None:
         for number, (x, y) in enumerate(loader):
             if VARIANT == "frozen at another step" and number == 1 + RANK:
                 model.body.requires_grad_(False)  # type: ignore[union-attr]
+            if VARIANT == "noise and ignored classes":
+                x = x + torch.randn_like(x) * torch.rand(len(x), 1)
+                y = torch.where(y == 2, -100, y)
             loss = functional.cross_entropy(model(frozen(x)), y) / every
             if VARIANT == "norm, and scaled by rank":
                 loss = loss * (1 + RANK)

@@ -31,6 +31,7 @@ def proven(script: str, variant: str) -> Certificate:
         pytest.param(SHARES, "schedule by the sampler", marks=slow),
         pytest.param(SHARES, "sampler of batches", marks=slow),
         pytest.param(HAND, "dropout of an LSTM", marks=slow),
+        pytest.param(HAND, "dropout of attention", marks=slow),
         (HAND, "FSDP1"),
         pytest.param(HAND, "FSDP1, original parameters, clipped", marks=slow),
         pytest.param(HAND, "FSDP2", marks=slow),
@@ -49,7 +50,7 @@ def test_script_of_another_kind_when_it_is_right_then_it_is_equal(script: str, v
     of_horovod = script == HOROVOD
     assert found.num_sketched_steps == (0 if has_own_precision or variant.startswith("accumulated") else 6) + of_horovod
     assert any("weights are after each step" in note for note in found.notes) == (variant == "weights averaged")
-    assert any("dropout was left out" in note for note in found.notes) == (variant == "dropout of an LSTM")
+    assert any("dropout was left out" in note for note in found.notes) == variant.startswith("dropout")
 
 
 @pytest.mark.parametrize(
@@ -76,6 +77,7 @@ def test_script_of_another_kind_when_it_is_right_then_it_is_equal(script: str, v
         pytest.param(HAND, "frozen part by rank", ["other_weights_at_the_start"], "loss.backward()", marks=slow),
         pytest.param(HAND, "frozen at another step", ["other_parameters"], "loss.backward()", marks=slow),
         pytest.param(HAND, "buffer of one rank", ["other_buffers"], "loss.backward()", marks=slow),
+        (HAND, "noise and ignored classes", ["other_draws", "mean_of_means"], "loss.backward()"),
         pytest.param(HAND, "weights averaged sometimes", ["gradients_not_averaged"], "loss.backward()", marks=slow),
         pytest.param(
             HAND, "norm, and scaled by rank", ["batchnorm_statistics", "mean_of_means"], "loss.backward()", marks=slow

@@ -1,4 +1,4 @@
-"""What is left out of a comparison because several ranks cannot compute it as one does: dropout, batch statistics."""
+"""Layers that are left out of a comparison, because ranks cannot compute them as one does: dropout, BatchNorm."""
 
 import functools
 from collections.abc import Callable
@@ -22,12 +22,14 @@ def observe_dropout(found: Callable[[], None]) -> None:
     attention = nn.functional.scaled_dot_product_attention
 
     @functools.wraps(attention)
-    def attending(query: Any, key: Any, value: Any, attn_mask: Any = None, dropout_p: float = 0.0, **rest: Any) -> Any:
+    def attending(
+        query: Any, key: Any, value: Any, attn_mask: Any = None, dropout_p: float = 0.0, *more: Any, **rest: Any
+    ) -> Any:
         if dropout_p > 0 and not torch.compiler.is_compiling():
             found()
-        return attention(query, key, value, attn_mask, dropout_p, **rest)
+        return attention(query, key, value, attn_mask, dropout_p, *more, **rest)
 
-    nn.functional.scaled_dot_product_attention = attending  # type: ignore[assignment]
+    nn.functional.scaled_dot_product_attention = attending
 
 
 def _observed(function: Any, found: Callable[[], None]) -> Any:
@@ -58,10 +60,12 @@ def leave_out_dropout() -> None:
     attention = nn.functional.scaled_dot_product_attention
 
     @functools.wraps(attention)
-    def without(query: Any, key: Any, value: Any, attn_mask: Any = None, dropout_p: float = 0.0, **rest: Any) -> Any:
-        return attention(query, key, value, attn_mask, **rest)
+    def without(
+        query: Any, key: Any, value: Any, attn_mask: Any = None, dropout_p: float = 0.0, *more: Any, **rest: Any
+    ) -> Any:
+        return attention(query, key, value, attn_mask, 0.0, *more, **rest)
 
-    nn.functional.scaled_dot_product_attention = without  # type: ignore[assignment]
+    nn.functional.scaled_dot_product_attention = without
 
 
 def leave_out_statistics() -> None:

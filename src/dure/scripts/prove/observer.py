@@ -29,8 +29,8 @@ from dure.scripts.prove.naming import line_of_script, plain, tensors_of
 from dure.scripts.prove.neutral import NORMS, leave_out_dropout, leave_out_statistics, observe_dropout
 from dure.scripts.prove.recording import Clip, Order, Recording, Step, partial_path, recording_path, save, whole
 from dure.scripts.prove.sketches import sketch
-from dure.torchcompat.flat_shards import FlatShard, flat_shards
 from dure.torchcompat.script_calls import observe_backwards, observe_replicas
+from dure.torchcompat.tensors import FlatShard, flat_shards
 
 _END_SECONDS = 30.0
 """Seconds for which a rank that has seen enough waits for the others, which may still need its connections."""

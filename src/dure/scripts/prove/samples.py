@@ -65,7 +65,7 @@ def notes_on_samples(ranks: Sequence[Recording], one: Recording | None = None) -
 
 @dataclass(frozen=True, kw_only=True)
 class _Data:
-    """What the ranks have read by one loader for training."""
+    """Fetches of all ranks by one loader for training."""
 
     loader: Loader
     passes: list[dict[int, list[Fetch]]]

@@ -16,10 +16,10 @@ TOLERANCES = {"float64": 1e-9, "float32": 2e-4, "half": 5e-2}
 steps of Adam, up to 1e-4."""
 _PARTLY_FLOAT32 = 1e-6
 """Relative difference up to which float64 gradients count as computed in float32 in between."""
-_LATER_TOLERANCE = 1e-6
+_LATER_TOLERANCE = 1e-5
 """Relative difference that is rounding in later steps, where that of many steps has grown."""
-_MOST_GROWTH = 1e5
-"""Factor by which rounding may grow in a later step; LBFGS lets it grow by 1000 in one."""
+_MOST_GROWTH = 1e6
+"""Factor by which rounding may grow in a later step; LBFGS, which stops its search by it, lets it grow by 1e5."""
 _MOST_GROWN = 1e-3
 """Difference up to which rounding may have grown; later steps are not compared with one process then."""
 _MET_AGAIN = ("gradients_not_averaged", "gradients_scaled_by_rank", "weights_part")
@@ -47,8 +47,10 @@ def judge(
     certificate.num_followed_steps = min(recording.num_steps for recording in ranks)
     of_samples: list[Cause] = []
     if has_samples:
-        certificate.notes += notes_on_samples(ranks, one)
-        of_samples += causes_in_samples(ranks, one)
+        certificate.notes += dict.fromkeys(notes_on_samples(ranks, one))
+        for cause in causes_in_samples(ranks, one):
+            if all((cause.id, cause.line) != (known.id, known.line) for known in of_samples):
+                of_samples.append(cause)  # and not again for each loader that is made there
     judgement = _Judgement(certificate, ranks, one)
     causes = judgement.causes()
     if causes and judgement.is_small(_PARTLY_FLOAT32):

@@ -21,7 +21,7 @@ class Model(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.body, self.head = nn.Linear(6, 8), nn.Linear(8, 3)
-        self.norm: nn.Module = nn.BatchNorm1d(8) if VARIANT == "norm, and scaled by rank" else nn.Identity()
+        self.norm: nn.Module = nn.BatchNorm1d(8) if VARIANT.startswith("norm") else nn.Identity()
         self.memory = nn.LSTM(8, 8, 2, dropout=0.5) if VARIANT == "dropout of an LSTM" else None
         self.attention = nn.MultiheadAttention(8, 2, 0.3, batch_first=True) if "attention" in VARIANT else None
         self.register_buffer("centre", torch.zeros(8))
@@ -71,7 +71,8 @@ def main() -> None:
     is_sharded = VARIANT.startswith("FSDP")
     optimizer = torch.optim.SGD(parameters, lr=0.05, momentum=0.0 if "weights" in VARIANT else 0.9)
     every = 4 // RANKS if VARIANT.startswith("accumulated") else 1
-    for _ in range(EPOCHS):
+    for epoch in range(EPOCHS):
+        model.norm.train(epoch == 1 or VARIANT != "norm of a later epoch")  # type: ignore[union-attr]
         for number, (x, y) in enumerate(loader):
             if VARIANT == "frozen at another step" and number == 1 + RANK:
                 model.body.requires_grad_(False)  # type: ignore[union-attr]

@@ -82,6 +82,7 @@ def test_script_of_another_kind_when_it_is_right_then_it_is_equal(script: str, v
         pytest.param(
             HAND, "norm, and scaled by rank", ["batchnorm_statistics", "mean_of_means"], "loss.backward()", marks=slow
         ),
+        pytest.param(HAND, "norm of a later epoch", ["batchnorm_statistics"], "loss.backward()", marks=slow),
         pytest.param(HAND, "FSDP1, divided twice", ["gradients_scaled"], "loss.backward()", marks=slow),
         (HOROVOD, "no broadcast", ["other_weights_at_the_start"], "torch.optim.SGD("),
         pytest.param(HOROVOD, "plain optimiser", ["gradients_not_averaged"], ".backward()", marks=slow),

@@ -285,7 +285,7 @@ def _other_gradients(found: Compared, alone: Step) -> Cause:
     )
     if found.has_other_start and frozen.value > found.tolerance:
         return of_other_start(found.ranks, found.loss_line, without=first.weights)
-    gradients, norms = found.gradients, found.ranks[0].norms
+    gradients, norms = found.gradients, [name for recording in found.ranks for name in recording.norms]
     if norms:
         return Cause(
             id="batchnorm_statistics",

@@ -36,6 +36,8 @@ _END_SECONDS = 30.0
 """Seconds for which a rank that has seen enough waits for the others, which may still need its connections."""
 _QUIET_SECONDS = 3.0
 """Seconds without a step or a fetch after which a rank writes what it has: it may be ended by force."""
+_TIMES_LONGEST = 2.0
+"""Factor on the longest time between steps so far, where that is more; all that was recorded is written each time."""
 
 
 def begin(folder: str, place: Place) -> Callable[[], None]:
@@ -60,6 +62,7 @@ class Observer:
         self._models: list[nn.Module] = []
         self._optimizers: list[Any] = []
         self._shards: dict[int, FlatShard] = {}
+        self._norms: set[nn.Module] = set()
         self._depth = 0
         """Number of modules called within each other."""
         self._stepping = 0
@@ -149,12 +152,13 @@ class Observer:
     def _watch_time(self) -> None:
         """Write what there is when the script is quiet, and end this rank when its time is over."""
         path, written = partial_path(self._folder, self.recording.rank), (-1, -1)
-        seen, since = written, self._began
+        seen, since, longest = written, self._began, 0.0
         while (now := time.monotonic()) - self._began < self._order.most_seconds:
             progress = self.recording.num_steps, len(self.recording.fetches)
             if progress != seen:
+                longest = max(longest, now - since) if seen[0] > 0 else 0.0  # the first step may compile
                 seen, since = progress, now
-            elif seen != written and now - since > _QUIET_SECONDS:
+            elif seen != written and now - since > max(_QUIET_SECONDS, _TIMES_LONGEST * longest):
                 with self._writing, suppress(OSError, RuntimeError):  # the script may go on meanwhile
                     save(self.recording, path)
                 written = seen
@@ -199,7 +203,11 @@ class Observer:
 
     def _enter_module(self, module: nn.Module, args: Any) -> None:
         self._depth += 1
-        if self._depth > 1 or os.getpid() != self._pid:
+        if os.getpid() != self._pid:
+            return
+        if isinstance(module, NORMS) and module not in self._norms:
+            self._note_norm(module)
+        if self._depth > 1:
             return
         number = next((place for place, each in enumerate(self._models) if each is module), None)
         if number is None:
@@ -228,14 +236,26 @@ class Observer:
             if (found := self._whole(tensor, tensor)) is not None
         }
         self.recording.wrappers.append(type(module).__name__)
-        for name, each in module.named_modules():
-            if self._order.has_statistics and _computes_statistics(each):
-                self.recording.norms.append(plain(name))
+        for each in module.modules():
+            self._note_norm(each)
             if isinstance(each, nn.RNNBase) and each.dropout > 0 and each.num_layers > 1 and each.training:
                 self._note_dropout()
                 if not self._order.has_dropout:
                     each.dropout = 0.0
         return number
+
+    def _note_norm(self, module: nn.Module) -> None:
+        """Note a module that computes statistics of a batch, from its first such call on."""
+        if not (isinstance(module, NORMS) and module.training and torch.is_grad_enabled()):
+            return
+        if isinstance(module, nn.SyncBatchNorm) or not self._order.has_statistics or module in self._norms:
+            return
+        for model in self._models:
+            for name, each in model.named_modules():
+                if each is module:
+                    self._norms.add(module)
+                    self.recording.norms.append(plain(name))
+                    return
 
     def _leave_module(self, *_: Any) -> None:
         self._depth -= 1
@@ -356,10 +376,6 @@ class Observer:
 
 def _rates(optimizer: Any) -> list[float]:
     return [float(group["lr"]) for group in optimizer.param_groups if "lr" in group]
-
-
-def _computes_statistics(module: nn.Module) -> bool:
-    return isinstance(module, NORMS) and not isinstance(module, nn.SyncBatchNorm) and module.training
 
 
 def _refuse_to_spawn(*_: Any, **__: Any) -> NoReturn:

@@ -98,8 +98,12 @@ def main() -> None:
                     dist.all_reduce(each.grad if each.grad is not None else torch.zeros_like(each))
                     if each.grad is not None:
                         each.grad /= RANKS
-            optimizer.step()
+            if VARIANT != "steps of rank 0" or RANK == 0:
+                optimizer.step()
             optimizer.zero_grad()
+            if VARIANT == "steps of rank 0":
+                for each in parameters:
+                    dist.broadcast(each.data, 0)
             if VARIANT == "weights averaged" or (VARIANT == "weights averaged sometimes" and number % 2):
                 average(each.data for each in parameters)
 

@@ -118,6 +118,7 @@ def main() -> None:
     schedule: Any = torch.optim.lr_scheduler.StepLR(optimizer, 16 // RANKS)
     if VARIANT == "schedule by the sampler":
         schedule = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.1, len(data.sampler) // BATCH)  # type: ignore[arg-type]
+    plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=9)
     for epoch in range(EPOCHS):
         if VARIANT == "sampler of batches":
             data.batch_sampler.epoch = epoch  # type: ignore[union-attr]
@@ -129,6 +130,8 @@ def main() -> None:
             optimizer.step()
             if VARIANT in ("late schedule", "schedule by the sampler"):
                 schedule.step()
+        if VARIANT == "plateau of a rank's loss":
+            plateau.step(functional.cross_entropy(model.module(x), y).item())
 
 
 main()

@@ -72,6 +72,7 @@ def test_script_of_another_kind_when_it_is_right_then_it_is_equal(script: str, v
         pytest.param(
             SHARES, "sampler of batches, no epoch", ["same_order_every_epoch"], "batch_sampler=Batches()", marks=slow
         ),
+        pytest.param(SHARES, "plateau of a rank's loss", ["rates_part"], "plateau.step(", marks=slow),
         (SHARES, "rank 1 stops", ["other_numbers_of_steps"], "optimizer.step()"),
         (HAND, "clipped before the average", ["clipped_before_average"], "clip_grad_norm_(parameters, 0.1)"),
         pytest.param(HAND, "frozen part by rank", ["other_weights_at_the_start"], "loss.backward()", marks=slow),
@@ -100,6 +101,13 @@ def test_script_of_another_kind_when_it_is_wrong_then_its_cause_and_line_are_nam
     file, _, number = found.causes[0].line.rpartition(":")
     assert file == script
     assert line in Path(script).read_text().splitlines()[int(number) - 1]
+
+
+def test_script_when_only_rank_0_takes_steps_then_it_is_compared_and_the_others_are_not_seen() -> None:
+    found = proven(HAND, "steps of rank 0")
+    assert (found.verdict, found.causes, found.num_followed_steps) == ("unproven", [], 12)
+    assert max(step.gradients for step in found.steps) < 1e-12
+    assert any("rank 1 computes gradients and takes no step" in note for note in found.notes)
 
 
 ENDLESS = """

@@ -114,6 +114,24 @@ def of_other_start(ranks: Sequence[Recording], line: str, *, without: Mapping[st
     )
 
 
+def of_metrics(ranks: Sequence[Recording]) -> Cause | None:
+    """Return the cause if ranks decide on the learning rate by other metrics, though the rates have not parted yet."""
+    for metrics in zip(*(recording.metrics for recording in ranks), strict=False):
+        first = metrics[0]
+        for rank, metric in enumerate(metrics):
+            is_same = math.isclose(metric.value, first.value, rel_tol=_MOST_BUFFER_DIFFERENCE)
+            if not is_same and not (math.isnan(metric.value) and math.isnan(first.value)):
+                return Cause(
+                    id="rates_part",
+                    what=f"ReduceLROnPlateau gets {first.value:.6g} on rank 0 and {metric.value:.6g} on rank {rank}, "
+                    "so the learning rates part once one of them is no longer better",
+                    cure="average the metric over the ranks (all_reduce) before ReduceLROnPlateau gets it",
+                    line=first.line,
+                    step=first.step,
+                )
+    return None
+
+
 def _different_starts(ranks: Sequence[Recording], without: Mapping[str, Tensor]) -> Difference:
     """Return the largest difference of first weights and buffers that are not among some names of a step."""
     return largest_between(

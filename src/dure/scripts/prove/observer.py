@@ -27,7 +27,7 @@ from dure.scripts.prove.feeding import Batches
 from dure.scripts.prove.loaders import Loaders
 from dure.scripts.prove.naming import line_of_script, plain, tensors_of
 from dure.scripts.prove.neutral import NORMS, leave_out_dropout, leave_out_statistics, observe_dropout
-from dure.scripts.prove.recording import Clip, Order, Recording, Step, partial_path, recording_path, save, whole
+from dure.scripts.prove.recording import Clip, Metric, Order, Recording, Step, partial_path, recording_path, save, whole
 from dure.scripts.prove.sketches import sketch
 from dure.torchcompat.script_calls import observe_backwards, observe_replicas
 from dure.torchcompat.tensors import FlatShard, flat_shards
@@ -105,6 +105,7 @@ class Observer:
         register_optimizer_step_pre_hook(lambda optimizer, *_: self._before_step(optimizer))
         register_optimizer_step_post_hook(lambda optimizer, *_: self._after_step(optimizer))
         self._watch_clipping()
+        self._watch_metrics()
         create = torch.optim.Optimizer.__init__
 
         @functools.wraps(create)
@@ -127,6 +128,19 @@ class Observer:
             return norm
 
         nn.utils.clip_grad_norm_ = nn.utils.clip_grad.clip_grad_norm_ = clipping
+
+    def _watch_metrics(self) -> None:
+        kind = torch.optim.lr_scheduler.ReduceLROnPlateau
+        step = kind.step
+
+        @functools.wraps(step)
+        def stepping(schedule: Any, metrics: Any, *args: Any, **settings: Any) -> None:
+            if os.getpid() == self._pid:
+                found = Metric(step=self.recording.num_steps, line=line_of_script(), value=float(metrics))
+                self.recording.metrics.append(found)
+            step(schedule, metrics, *args, **settings)
+
+        kind.step = stepping  # type: ignore[method-assign, assignment]
 
     # end
 

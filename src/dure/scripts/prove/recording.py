@@ -149,6 +149,16 @@ class Clip:
 
 
 @dataclass(kw_only=True)
+class Metric:
+    """Metric that `ReduceLROnPlateau` gets, and that decides on the learning rate."""
+
+    step: int
+    """Number of steps taken before it."""
+    line: str
+    value: float
+
+
+@dataclass(kw_only=True)
 class Recording:
     """Recording of one rank."""
 
@@ -177,6 +187,8 @@ class Recording:
     """Places in the script where dropout drops something."""
     clips: list[Clip] = field(default_factory=list)
     """Calls that clip gradients by their norm, in the compared steps."""
+    metrics: list[Metric] = field(default_factory=list)
+    """Metrics of every followed step that decide on learning rates."""
     draw_states: list[str] = field(default_factory=list)
     """Digests of the generators' states at each backward of the compared steps, if draws follow the samples."""
     has_drawn: bool = False
@@ -212,7 +224,7 @@ def load(path: Path) -> Recording:
     tensors = load_file(path.with_suffix(".safetensors"))
     encoded, layouts = parse_json(path.read_text(), may_repeat_keys=True, most_depth=None)
     found = decode(encoded, tensors.__getitem__)
-    kinds: dict[str, Any] = {"loaders": Loader, "fetches": Fetch, "steps": Step, "clips": Clip}
+    kinds: dict[str, Any] = {"loaders": Loader, "fetches": Fetch, "steps": Step, "clips": Clip, "metrics": Metric}
     values: dict[str, Any] = {
         name: [kinds[name](**each) for each in value] if name in kinds else value for name, value in found.items()
     }

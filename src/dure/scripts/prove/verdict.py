@@ -6,7 +6,7 @@ import torch
 
 from dure.scripts.prove.certificate import DIFFERS, EQUAL, UNPROVEN, Cause, Certificate, ComparedStep
 from dure.scripts.prove.differences import Difference, largest, largest_between
-from dure.scripts.prove.explaining import Compared, cause_of, of_other_start
+from dure.scripts.prove.explaining import Compared, cause_of, of_metrics, of_other_start
 from dure.scripts.prove.recording import Recording, Step
 from dure.scripts.prove.samples import causes_in_samples, notes_on_samples
 
@@ -51,6 +51,13 @@ def judge(
         for cause in causes_in_samples(ranks, one):
             if all((cause.id, cause.line) != (known.id, known.line) for known in of_samples):
                 of_samples.append(cause)  # and not again for each loader that is made there
+    idle = [rank for rank, recording in enumerate(ranks) if _leaves_steps_to_others(recording)]
+    if idle and len(idle) < len(ranks):
+        certificate.notes.append(
+            f"rank {idle[0]} computes gradients and takes no step: whether it gets the weights of others is not seen"
+        )
+        ranks = [recording for recording in ranks if recording.steps]
+        certificate.num_followed_steps = min(recording.num_steps for recording in ranks)
     judgement = _Judgement(certificate, ranks, one)
     causes = judgement.causes()
     if causes and judgement.is_small(_PARTLY_FLOAT32):
@@ -69,7 +76,7 @@ def judge(
     certificate.causes = causes
     if causes:
         certificate.verdict = DIFFERS
-    elif one is None or not judgement.compared:
+    elif one is None or idle or not judgement.compared:
         certificate.verdict = UNPROVEN
     else:
         certificate.verdict = EQUAL
@@ -102,6 +109,8 @@ class _Judgement:
                 return [cause]
         if others is not None:
             return [others]
+        if (metrics := of_metrics(self._ranks)) is not None:
+            return [metrics]
         one = self._one
         if one is not None and len(one.steps) < min(num_steps) and one.end == "script":
             return [
@@ -198,6 +207,10 @@ class _Judgement:
             return True
         greatest = max(float(gradient.double().norm()) for gradient in step.gradients.values())
         return float(step.gradients[name].double().norm()) > 1e-5 * greatest
+
+
+def _leaves_steps_to_others(recording: Recording) -> bool:
+    return not recording.steps and any(fetch.is_trained for fetch in recording.fetches)
 
 
 def _described(found: Compared) -> ComparedStep:

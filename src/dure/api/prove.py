@@ -16,6 +16,7 @@ from dure.cluster.rank import read_launcher
 from dure.documents import read_json
 from dure.errors import Misuse, SpecInvalid, WorkerFailed
 from dure.failures.record import read_failure
+from dure.host.devices import count_cores
 from dure.records.run_dir import RunDir
 from dure.scripts.prove.certificate import DIFFERS, Cause, Certificate
 
@@ -302,6 +303,8 @@ class _Proof:
             nproc=str(nproc),
             runs_dir=self._folder / "runs",
             name=name,
+            # as many in one process as in a rank: the same sums, and no threads that wait for a busy core
+            threads=max(1, count_cores() // self._settings.nproc),
             observer=(_OBSERVER, str(folder)),
             is_silent=True,
             on_hang="stop",

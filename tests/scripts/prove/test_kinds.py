@@ -36,7 +36,7 @@ def proven(script: str, variant: str) -> Certificate:
         pytest.param(HAND, "FSDP1, original parameters, clipped", marks=slow),
         pytest.param(HAND, "FSDP2", marks=slow),
         (HAND, "weights averaged"),
-        (HAND, "accumulated, divided by ranks"),
+        pytest.param(HAND, "accumulated, divided by ranks", marks=slow),
         (HOROVOD, "right"),
         pytest.param(HOROVOD, "accumulated and clipped", marks=slow),
     ],
@@ -78,7 +78,9 @@ def test_script_of_another_kind_when_it_is_right_then_it_is_equal(script: str, v
         pytest.param(HAND, "frozen part by rank", ["other_weights_at_the_start"], "loss.backward()", marks=slow),
         pytest.param(HAND, "frozen at another step", ["other_parameters"], "loss.backward()", marks=slow),
         pytest.param(HAND, "buffer of one rank", ["other_buffers"], "loss.backward()", marks=slow),
-        (HAND, "noise and ignored classes", ["other_draws", "mean_of_means"], "loss.backward()"),
+        pytest.param(
+            HAND, "noise and ignored classes", ["other_draws", "mean_of_means"], "loss.backward()", marks=slow
+        ),
         pytest.param(HAND, "weights averaged sometimes", ["gradients_not_averaged"], "loss.backward()", marks=slow),
         pytest.param(
             HAND, "norm, and scaled by rank", ["batchnorm_statistics", "mean_of_means"], "loss.backward()", marks=slow

@@ -6,6 +6,7 @@ import importlib.machinery
 import importlib.util
 import sys
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -20,6 +21,7 @@ class Alias(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         *,
         renamed: Mapping[str, str] | None = None,
         refused: Mapping[str, str] | None = None,
+        spawned: Path | None = None,
     ) -> None:
         """Name both packages.
 
@@ -28,16 +30,21 @@ class Alias(importlib.abc.MetaPathFinder, importlib.abc.Loader):
             own: Name of the package that they get.
             renamed: Full names of the library's modules that have another place here, with that place.
             refused: Parts of the library that are not here, by their first name after the library's, with what to use.
+            spawned: Folder with a module of the library's name that installs this alias: processes that this one
+                spawns, such as loader workers, inherit `sys.path`, but no finder.
         """
         self.library = library
         self._own = own
         self._renamed = renamed or {}
         self._refused = refused or {}
+        self._spawned = spawned
 
     def install(self) -> None:
         """Let this process import by the library's name, even if the library is installed."""
         if not any(isinstance(finder, Alias) and finder.library == self.library for finder in sys.meta_path):
             sys.meta_path.insert(0, self)
+        if self._spawned is not None and str(self._spawned) not in sys.path:
+            sys.path.insert(min(1, len(sys.path)), str(self._spawned))  # after the script's folder
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None

@@ -1,11 +1,12 @@
 """Cases for every rank of a group, each held to a plain computation on what all ranks have."""
 
+import copy
 import itertools
 import json
 import re
 import tempfile
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import reduce
 from pathlib import Path
 
@@ -433,6 +434,7 @@ def reduces_sparse_gradients() -> None:
         expected[: hvd.size()] = 1 / hvd.size()
         expected[5] = 1
         close(before - embedding.weight.detach(), expected)
+    fails(ValueError, "Sum", lambda: hvd.sparse_allreduce_async(torch.eye(2).to_sparse(), "s", hvd.Min))
 
 
 @case
@@ -479,6 +481,140 @@ def gives_all_ranks_states_and_objects() -> None:
     fails(ValueError, "invalid params", lambda: hvd.broadcast_parameters(3, 0))
     assert hvd.broadcast_object({"rank": hvd.rank()}, 1) == {"rank": 1}
     assert hvd.allgather_object("x" * hvd.rank()) == ["x" * rank for rank in range(hvd.size())]
+
+
+@case
+def accepts_tensors_of_odd_strides_and_views() -> None:
+    size, rank = hvd.size(), hvd.rank()
+    for one in (torch.ones(1).expand(1), torch.ones(3, 2)[:, :1][:1], torch.ones(4)[::4]):
+        same(hvd.allgather(one), one.repeat(size, *[1] * (one.dim() - 1)))
+        same(hvd.broadcast_(one, 0), one)
+        same(hvd.allreduce(one), one)
+        same(hvd.reducescatter(one), one[: rank == 0])
+        same(hvd.alltoall(one, [1] + [0] * (size - 1))[0], one.repeat(size * (rank == 0), *[1] * (one.dim() - 1)))
+    given = torch.ones(size, requires_grad=True)
+    hvd.alltoall(given, [0] * (size - 1) + [size])[0].sum().backward()
+    same(given.grad, torch.ones(size))
+    conjugate = (torch.tensor([1 + 2j, 3 - 1j]) * (rank + 1)).conj()
+    same(hvd.allgather(conjugate)[:2], torch.tensor([1 - 2j, 3 + 1j]))
+    same(hvd.broadcast_(conjugate, 0), torch.tensor([1 - 2j, 3 + 1j]))
+    for group in (hvd.grouped_allreduce, hvd.grouped_allgather, hvd.grouped_reducescatter):
+        assert len(group([])) == 0
+    fails(ValueError, "meta", lambda: hvd.allreduce(torch.empty(2, device="meta")))
+
+
+@case
+def joins_without_an_effect_on_any_reduction() -> None:
+    for dtype, op, value in itertools.product(REDUCED, (hvd.Min, hvd.Max, hvd.Product), (-2, 2)):
+        if hvd.rank():
+            own = torch.tensor([value]).abs().to(getattr(torch, dtype)) * (1 if dtype == "uint8" or value > 0 else -1)
+            same(hvd.allreduce(own, op=op), own ** (hvd.size() - 1) if op == hvd.Product else own)
+    hvd.join()
+
+
+@case
+def sends_objects_of_any_types_and_order() -> None:
+    assert hvd.broadcast_object({"epoch": 3} if hvd.rank() == 0 else None) == {"epoch": 3}
+    assert hvd.allgather_object(None if hvd.rank() else "x") == ["x", *[None] * (hvd.size() - 1)]
+
+
+class Odd(torch.optim.Optimizer):
+    """Optimiser whose state is nested, and partly belongs to no parameter."""
+
+    def __init__(self, parameters: Iterable[Tensor]) -> None:
+        super().__init__([*parameters], {"lr": 0.1, "name": "x"})
+        self.state["all"] = {"steps": 0, "sum": torch.zeros(1, dtype=torch.float64)}  # type: ignore[index]
+
+    @torch.no_grad()
+    def step(self, closure: object = None) -> None:  # type: ignore[override]
+        """Move by the sum of the last two gradients."""
+        whole = self.state["all"]  # type: ignore[index]
+        whole["steps"] += 1
+        for parameter in self.param_groups[0]["params"]:
+            kept = self.state[parameter]
+            kept["last"] = [*kept.get("last", []), parameter.grad.clone()][-2:]
+            whole["sum"] += parameter.grad.sum()
+            parameter -= 0.1 * sum(kept["last"]) + 1e-3 * whole["steps"] * whole["sum"]
+
+
+OPTIMIZERS: tuple[Callable[[Iterable[Tensor]], torch.optim.Optimizer], ...] = (
+    lambda each: torch.optim.SGD(each, lr=0.1, momentum=0.9),
+    lambda each: torch.optim.AdamW(each, lr=torch.tensor(0.01), amsgrad=True),
+    lambda each: torch.optim.NAdam(each, lr=0.01),
+    lambda each: torch.optim.ASGD(each, lr=0.1),
+    lambda each: torch.optim.Adafactor(each, lr=0.01),
+    Odd,
+)
+
+
+@case
+def continues_with_the_optimizer_of_rank_0_alone() -> None:
+    """A new optimiser, and one that only rank 0 has loaded, train as that of one process."""
+
+    def step(model: nn.Module, optimizer: torch.optim.Optimizer, number: int, ranks: Iterable[int]) -> None:
+        optimizer.zero_grad()
+        for rank in ranks:
+            (model(batch_of(rank, number)).square().mean() / len([*ranks])).backward()
+        optimizer.step()
+
+    everyone = range(hvd.size())
+    for make, before in itertools.product(OPTIMIZERS, (0, 2)):
+        alone = model_of(0)
+        plain = make(alone.parameters())
+        for number in range(before):
+            step(alone, plain, number, everyone)
+        model = model_of(hvd.rank())
+        own = make(model.parameters())
+        if hvd.rank() == 0 and before:
+            model.load_state_dict(alone.state_dict())
+            own.load_state_dict(copy.deepcopy(plain.state_dict()))
+        distributed = hvd.DistributedOptimizer(own, model.named_parameters())
+        groups = distributed.param_groups[0]
+        hvd.broadcast_parameters(model.state_dict(), root_rank=0)
+        hvd.broadcast_optimizer_state(distributed, root_rank=0)
+        assert distributed.param_groups[0] is groups
+        for number in range(before, before + 2):
+            step(alone, plain, number, everyone)
+            step(model, distributed, number, [hvd.rank()])
+        for found, expected in zip(model.parameters(), alone.parameters(), strict=True):
+            torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-10)  # float64: rounding alone
+
+
+@case
+def sends_an_optimizer_state_that_others_do_not_have() -> None:
+    model = model_of(0).bfloat16()
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
+    if hvd.rank() == 0:  # a part of the parameters, and moments of more precision than parameters
+        for parameter in [*model.parameters()][:2]:
+            optimizer.state[parameter] = {"step": torch.tensor(3.0), "exp_avg": torch.ones(parameter.shape)}
+    hvd.broadcast_optimizer_state(optimizer, root_rank=0)
+    states = hvd.allgather_object(optimizer.state_dict()["state"])
+    assert [*states[-1]] == [0, 1]
+    torch.testing.assert_close(states[0], states[-1], rtol=0, atol=0)
+
+
+@case
+def reduces_parameters_that_come_later_and_leaves_frozen_ones() -> None:
+    model, more = model_of(0), nn.Linear(2, 2).double()
+    model[0].requires_grad_(False)
+    hvd.broadcast_parameters(more.state_dict(), 0)
+    optimizer = hvd.DistributedOptimizer(
+        torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, weight_decay=0.1), model.named_parameters()
+    )
+    fails(ValueError, "already", lambda: hvd.DistributedOptimizer(optimizer, model.named_parameters()))
+    optimizer.add_param_group({"params": more.parameters()})
+    for number in range(4):
+        if number == 2:
+            model[0].requires_grad_(True)
+            model[2].requires_grad_(False)
+            kept = model[2].weight.detach().clone()
+        optimizer.zero_grad()
+        more(model(batch_of(hvd.rank(), number))).square().mean().backward()
+        optimizer.step()
+    same(model[2].weight.detach(), kept)
+    weights = hvd.allgather_object([each.detach() for each in (*model.parameters(), *more.parameters())])
+    for found, expected in zip(weights[-1], weights[0], strict=True):
+        same(found, expected)
 
 
 @case
@@ -536,7 +672,8 @@ def goes_on_after_a_failed_collective() -> None:
     model = nn.Linear(2, 1)
     optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model.named_parameters())
     sampler = elastic.ElasticSampler(range(20), shuffle=False)
-    state = elastic.TorchState(model=model, optimizer=optimizer, sampler=sampler, batch=0)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, step_size=1, gamma=0.5)
+    state = elastic.TorchState(model=model, optimizer=optimizer, sampler=sampler, scheduler=scheduler, batch=0)
     resets: list[int] = []
     state.register_reset_callbacks([lambda: resets.append(state.batch)])
     seen: list[int] = []
@@ -548,6 +685,7 @@ def goes_on_after_a_failed_collective() -> None:
             optimizer.zero_grad()
             model(torch.ones(1, 2)).sum().backward()
             optimizer.step()
+            state.scheduler.step()
             if state.batch == 2 and not resets:
                 state.batch = 99
                 hvd.allreduce(torch.ones(1 + hvd.rank()))
@@ -557,6 +695,8 @@ def goes_on_after_a_failed_collective() -> None:
 
     assert train(state) == 4
     assert (resets, seen) == ([2], [0, 1, 2, 2, 3])
+    assert state.scheduler is scheduler
+    assert optimizer.param_groups[0]["lr"] == 0.1 / 16  # the failed step is undone
     close(hvd.allreduce(model.weight.detach()), model.weight.detach())
 
 

@@ -73,3 +73,36 @@ def test_horovod_when_really_installed_then_is_only_replaced_on_request(tmp_path
     (tmp_path / "horovod.py").write_text("__version__ = 'theirs'")
     answer = _run(f"{setup}\nimport horovod\nprint(horovod.__version__)", tmp_path)
     assert answer.stdout.strip() == (whose or "0.28.1")
+
+
+SPAWNING = """
+import multiprocessing, sys
+import horovod.torch as hvd
+
+def size():
+    return hvd.size.__module__
+
+if __name__ == "__main__":
+    for method in ("spawn", "forkserver"):
+        with multiprocessing.get_context(method).Pool(1) as pool:
+            print(pool.apply(size))
+"""
+
+
+@pytest.mark.slow
+def test_horovod_when_a_rank_spawns_processes_then_they_find_it_too(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(SPAWNING)
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "horovod.py").write_text("raise SystemExit('theirs')")
+    code = f"import runpy, sys; sys.argv = [{str(script)!r}]; sys.path.append({str(tmp_path / 'other')!r})\n"
+    code += "from dure.compat.horovod.finder import install; install()\n"
+    answer = _run(code + f"runpy.run_path({str(script)!r}, run_name='__main__')")
+    assert answer.stdout.split() == ["dure.compat.horovod.common.basics"] * 2, answer.stderr
+
+
+def test_stub_when_imported_in_a_spawned_process_then_is_replaced_by_the_package() -> None:
+    folder = Path(__file__).parents[3] / "src/dure/compat/horovod/spawned"
+    code = "import horovod.torch, horovod; print(horovod.__name__, horovod.torch.__name__)"
+    answer = _run(code, folder)
+    assert answer.stdout.split() == ["dure.compat.horovod", "dure.compat.horovod.torch"], answer.stderr

@@ -1,5 +1,7 @@
 """Name `apex` for the scripts that `dure run --as apex` starts."""
 
+from pathlib import Path
+
 from dure.compat.alias import Alias
 
 _REFUSED = {
@@ -26,4 +28,6 @@ _RENAMED = {
 
 def install() -> None:
     """Let `import apex` find this package in this process."""
-    Alias("apex", "dure.compat.apex", renamed=_RENAMED, refused=_REFUSED).install()
+    Alias(
+        "apex", "dure.compat.apex", renamed=_RENAMED, refused=_REFUSED, spawned=Path(__file__).parent / "spawned"
+    ).install()

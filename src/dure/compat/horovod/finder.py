@@ -1,6 +1,7 @@
 """Name `horovod` for the scripts that `dure run --as horovod` starts."""
 
 import os
+from pathlib import Path
 
 from dure.compat.alias import Alias
 
@@ -15,13 +16,14 @@ _RANKS = {
 """Variables of horovodrun, which scripts read, and those that they are equal to."""
 _RENAMED = {"horovod.common.util": "dure.compat.horovod.common.builds"}
 """Modules that dure has by another name."""
+_SPAWNED = Path(__file__).parent / "spawned"
 _OTHER_FRAMEWORKS = ("tensorflow", "keras", "mxnet", "spark", "ray")
 
 
 def install() -> None:
     """Let `import horovod` find this package in this process, and set horovodrun's variables."""
     refused = dict.fromkeys(_OTHER_FRAMEWORKS, "it is for PyTorch, so use horovod.torch")
-    Alias("horovod", "dure.compat.horovod", renamed=_RENAMED, refused=refused).install()
+    Alias("horovod", "dure.compat.horovod", renamed=_RENAMED, refused=refused, spawned=_SPAWNED).install()
     for name, source in _RANKS.items():
         if source in os.environ:
             os.environ.setdefault(name, os.environ[source])

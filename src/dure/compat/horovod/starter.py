@@ -73,6 +73,7 @@ def _fork(
         place = {"RANK": rank, "WORLD_SIZE": size, "LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": size, "GROUP_RANK": 0}
         os.environ.update({name: str(number) for name, number in place.items()})
         os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+        os.environ.pop("TORCHELASTIC_USE_AGENT_STORE", None)  # a launcher of this process serves no store at this port
         try:
             answer = pickle.dumps((True, func(*args, **kwargs)))
         except BaseException:

@@ -61,6 +61,11 @@ class _Ranks:
         """Return a tensor where the group can send it from."""
         return tensor.cpu() if self.moves_to_host and tensor.device.type != "cpu" else tensor
 
+    def reaches(self, tensor: Tensor) -> bool:
+        """Return whether the group can read and write a tensor's own memory."""
+        is_there = tensor.device.type == "cpu" or not self.moves_to_host
+        return is_there and is_plain(tensor)
+
     def all_gather_bytes(self, mine: Tensor, sizes: Sequence[int]) -> list[Tensor]:
         """Return the bytes of every rank, whose numbers are known."""
         if self.group is None:
@@ -83,9 +88,16 @@ class _Ranks:
         return [gathered[longest * rank :][:size] for rank, size in enumerate(sizes)]
 
 
+def is_plain(tensor: Tensor) -> bool:
+    """Return whether memory holds the values themselves: a conjugate or negative view holds their opposites."""
+    return not (tensor.is_conj() or tensor.is_neg())
+
+
 def as_bytes(tensor: Tensor) -> Tensor:
-    """Return the bytes of a contiguous tensor, without a copy."""
-    return tensor.reshape(-1).view(torch.uint8)
+    """Return the bytes of a contiguous tensor, without a copy unless it is a conjugate or negative view."""
+    plain = tensor.resolve_conj().resolve_neg()
+    # a dimension of one element may have any stride, which `view` with another type refuses
+    return plain.as_strided((plain.numel(),), (1,)).view(torch.uint8)
 
 
 def from_bytes(data: Tensor, dtype: torch.dtype, shape: Sequence[int]) -> Tensor:
@@ -138,11 +150,11 @@ def _reduce_parts(
     sizes = [num_elements(shape) for _, _, shape in parts]
     device = next((entry.inputs[index].device for entry, index, _ in parts if entry is not None), torch.device("cpu"))
     sources = [
-        torch.zeros(size, dtype=dtype, device=device) if entry is None else entry.inputs[index].reshape(-1)
+        _neutral(size, dtype, device, request.op) if entry is None else entry.inputs[index].reshape(-1)
         for (entry, index, _), size in zip(parts, sizes, strict=True)
     ]
     first = parts[0][0]
-    if len(parts) == 1 and first is not None and first.is_in_place and not ranks.moves_to_host:
+    if len(parts) == 1 and first is not None and first.is_in_place and ranks.reaches(sources[0]):
         flat = sources[0]
     else:
         flat = ranks.taken(torch.cat(sources))
@@ -162,6 +174,18 @@ def _reduce_parts(
         else:
             result = part.view(shape).to(entry.inputs[index].device)
             entry.results[index] = result if len(parts) == 1 else result.clone()
+
+
+def _neutral(size: int, dtype: torch.dtype, device: torch.device, op: int) -> Tensor:
+    """Return what a rank that has joined contributes: values that change no other rank's."""
+    if op not in (MIN, MAX, PRODUCT):
+        return torch.zeros(size, dtype=dtype, device=device)
+    if dtype.is_floating_point:
+        ends: tuple[float, float] = float("inf"), -float("inf")
+    else:
+        ends = torch.iinfo(dtype).max, torch.iinfo(dtype).min
+    value = {MIN: ends[0], MAX: ends[1], PRODUCT: 1}[op]
+    return torch.full((size,), value, dtype=dtype, device=device)
 
 
 def _reduce(flat: Tensor, op: str, group: OwnGroup) -> None:
@@ -220,6 +244,8 @@ def _allgather(response: Response, entries: Sequence[Entry | None], ranks: _Rank
     tensors = [tensor for entry in entries if entry is not None for tensor in entry.inputs]
     rows = [num_elements(tuple(tensor.shape[1:])) * tensor.element_size() for tensor in tensors]
     firsts = response.sizes
+    if not tensors:  # empty groups
+        return
     parts = [as_bytes(ranks.taken(tensor)) for tensor in tensors]
     mine = parts[0] if len(parts) == 1 else torch.cat(parts)
     totals = [sum(first * row for first, row in zip(of_rank, rows, strict=True)) for of_rank in firsts]
@@ -249,7 +275,7 @@ def _broadcast(response: Response, entries: Sequence[Entry | None], ranks: _Rank
         entry.results = [*entry.inputs]
     if ranks.group is not None:
         parts = [as_bytes(ranks.taken(tensor)) for _, _, tensor in pairs]
-        is_direct = len(pairs) == 1 and pairs[0][0].is_in_place and not ranks.moves_to_host
+        is_direct = len(pairs) == 1 and pairs[0][0].is_in_place and ranks.reaches(pairs[0][2])
         data = parts[0] if is_direct else torch.cat(parts)
         if data.numel():
             ranks.group.broadcast(data, source)
@@ -259,7 +285,7 @@ def _broadcast(response: Response, entries: Sequence[Entry | None], ranks: _Rank
             if not entry.is_in_place:
                 entry.results[index] = from_bytes(part.clone(), tensor.dtype, tensor.shape).to(tensor.device)
             elif ranks.rank != source:
-                as_bytes(tensor).copy_(part)
+                tensor.copy_(from_bytes(part, tensor.dtype, tensor.shape))
     else:
         for entry, index, tensor in pairs:
             if not entry.is_in_place:

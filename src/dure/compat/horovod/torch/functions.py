@@ -2,7 +2,9 @@
 
 import importlib.util
 import pickle
-from collections.abc import Iterable
+from collections import OrderedDict, defaultdict
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -49,9 +51,10 @@ def broadcast_parameters(params: Any, root_rank: int) -> None:
 
 
 def broadcast_optimizer_state(optimizer: torch.optim.Optimizer, root_rank: int, model: Any = None) -> None:
-    """Overwrite an optimiser's state and options with those of a rank.
+    """Overwrite an optimiser's state and options with those of a rank, whatever the others have.
 
-    A new optimiser has no state: it gets one by a step with gradients of zero.
+    The structure of the state is sent first. So ranks without a state, or with another one, receive all of it, and a
+    new optimiser stays one that has made no step. As with Horovod, it has gradients of zero afterwards.
 
     Args:
         optimizer: Optimiser, distributed or not.
@@ -59,41 +62,85 @@ def broadcast_optimizer_state(optimizer: torch.optim.Optimizer, root_rank: int, 
         model: Model; needed if it has sparse embeddings.
 
     Raises:
-        ValueError: The optimiser is L-BFGS.
+        ValueError: The optimiser is L-BFGS, or has other groups of parameters than that of the source.
 
-    Communication: one broadcast for each tensor of the state, fused, and one object.
+    Communication: one object, and one broadcast for each tensor of the state, fused.
     """
     if isinstance(optimizer, torch.optim.LBFGS):
         raise ValueError("cannot broadcast torch.optim.LBFGS state: its structure differs between ranks")
-    has_state = bool(optimizer.state_dict()["state"])
-    if not has_state:
-        _create_state(optimizer, _sparse_parameters(model))
-    state = optimizer.state_dict()
-    tensors: list[Any] = []
-    values: dict[str, Any] = {}
-    for index, group in enumerate(state["param_groups"]):
-        values |= {f"option.{index}.{key}": value for key, value in group.items() if key != "params"}
+    if not optimizer.state_dict()["state"]:
+        _clear_gradients(optimizer, _sparse_parameters(model))
+    if size() == 1:
+        return
+    is_root = rank() == root_rank
+    tensors: list[Tensor] = []
+    structure = broadcast_object(
+        _map_leaves(optimizer.state_dict(), lambda tensor: _described(tensor, tensors)) if is_root else None,
+        root_rank,
+        name="optimizer_state",
+    )
+    if not is_root:
+        structure = _map_leaves(structure, lambda slot: _placed(slot, tensors))
+    parts = [tensor if tensor.is_contiguous() else tensor.contiguous() for tensor in tensors]
+    handles = [broadcast_async_(part, root_rank, f"optimizer_state.{index}") for index, part in enumerate(parts)]
+    for handle in handles:
+        synchronize(handle)
+    if not is_root:
+        _load(optimizer, structure)
+
+
+@dataclass(frozen=True)
+class _Slot:
+    """Place of a tensor in the structure of a state."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    device: str
+    """Type of its device."""
+
+
+def _map_leaves(value: Any, of_leaf: Callable[[Any], Any]) -> Any:
+    """Return a copy of nested containers with the tensors and slots in them replaced."""
+    if isinstance(value, (Tensor, _Slot)):
+        return of_leaf(value)
+    if type(value) in (dict, defaultdict, OrderedDict):
+        return {key: _map_leaves(each, of_leaf) for key, each in value.items()}
+    if type(value) in (list, tuple):
+        return type(value)(_map_leaves(each, of_leaf) for each in value)
+    return value
+
+
+def _described(tensor: Tensor, tensors: list[Tensor]) -> Any:
+    """Note a tensor for its broadcast, and return its slot; sparse ones are part of the object."""
+    if tensor.layout is not torch.strided:
+        return tensor
+    tensors.append(tensor.detach())
+    return _Slot(tensor.dtype, tuple(tensor.shape), tensor.device.type)
+
+
+def _placed(slot: Any, tensors: list[Tensor]) -> Any:
+    """Return a tensor that receives the source's."""
+    if isinstance(slot, Tensor):
+        return slot
+    tensors.append(torch.empty(slot.shape, dtype=slot.dtype, device=slot.device))
+    return tensors[-1]
+
+
+def _load(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
+    """Load the source's state; types of tensors are those of the source, and the groups remain the same objects."""
+    groups = optimizer.param_groups
+    optimizer.load_state_dict(state)
+    for group, new in zip(groups, optimizer.param_groups, strict=True):
+        group.update(new)
+    optimizer.param_groups = groups
+    parameters = [each for group in groups for each in group["params"]]
     for number, entries in state["state"].items():
-        for key, value in entries.items():
-            if isinstance(value, Tensor):
-                tensors.append((f"state.{number}.{key}", value))
-            else:
-                values[f"state.{number}.{key}"] = value
-    broadcast_parameters(sorted(tensors), root_rank)
-    received = broadcast_object(values, root_rank, name="optimizer_state")
-    for name, value in received.items():
-        what, number, key = name.split(".", 2)
-        if what == "option":
-            optimizer.param_groups[int(number)][key] = value
-    for number, entries in state["state"].items():
-        for key in entries:
-            name = f"state.{number}.{key}"
-            if name in received:
-                entries[key] = received[name]
-    if any(name.startswith("state.") for name in received):
-        for saved, own in zip(state["param_groups"], optimizer.param_groups, strict=True):
-            saved.update({key: value for key, value in own.items() if key != "params"})
-        optimizer.load_state_dict(state)
+        is_parameter = isinstance(number, int) and number < len(parameters) and isinstance(entries, dict)
+        own: dict[str, Any] = optimizer.state.get(parameters[number], {}) if is_parameter else {}
+        for key in own.keys() & entries.keys() if is_parameter else ():
+            loaded, sent = own[key], entries[key]
+            if isinstance(loaded, Tensor) and isinstance(sent, Tensor) and loaded.dtype != sent.dtype:
+                own[key] = sent.to(loaded.device)  # torch has cast it to the parameter's type
 
 
 def _sparse_parameters(model: Any) -> set[int]:
@@ -101,19 +148,12 @@ def _sparse_parameters(model: Any) -> set[int]:
     return {id(module.weight) for module in modules if isinstance(module, torch.nn.Embedding) and module.sparse}
 
 
-def _create_state(optimizer: torch.optim.Optimizer, sparse: set[int]) -> None:
-    """Make a step that only creates the state: gradients are zero, and parameters are restored after it."""
-    parameters = [each for group in optimizer.param_groups for each in group["params"] if each.requires_grad]
-    before = [each.detach().clone() for each in parameters]
-    for parameter in parameters:
+def _clear_gradients(optimizer: torch.optim.Optimizer, sparse: set[int]) -> None:
+    """Set gradients of zero, which Horovod leaves behind."""
+    for parameter in (each for group in optimizer.param_groups for each in group["params"] if each.requires_grad):
         parameter.grad = torch.zeros_like(parameter)
         if isinstance(optimizer, torch.optim.SparseAdam) or id(parameter) in sparse:
             parameter.grad = parameter.grad.to_sparse()
-    step = getattr(optimizer, "step_locally", optimizer.step)
-    step()
-    with torch.no_grad():
-        for parameter, value in zip(parameters, before, strict=True):
-            parameter.copy_(value)
 
 
 def broadcast_object(
@@ -124,17 +164,16 @@ def broadcast_object(
     Args:
         obj: Object; only that of the source matters.
         root_rank: Global rank of the source.
-        name: Name by which ranks are matched; by default the object's type.
+        name: Name by which ranks are matched; by default from the number of the call.
         process_set: Ranks that take part.
 
     Communication: two broadcasts, blocking.
     """
-    name = name or type(obj).__name__
     data = _dumped(obj) if rank() == root_rank else torch.empty(0, dtype=torch.uint8)
-    length = broadcast_(torch.tensor([data.numel()]), root_rank, f"{name}.sz", process_set)
+    length = broadcast_(torch.tensor([data.numel()]), root_rank, name and f"{name}.sz", process_set)
     if rank() != root_rank:
         data = torch.empty(int(length), dtype=torch.uint8)
-    broadcast_(data, root_rank, f"{name}.t", process_set)
+    broadcast_(data, root_rank, name and f"{name}.t", process_set)
     return obj if rank() == root_rank else _loaded(data)
 
 
@@ -143,15 +182,14 @@ def allgather_object(obj: Any, name: str | None = None, process_set: ProcessSet 
 
     Args:
         obj: Object.
-        name: Name by which ranks are matched; by default the object's type.
+        name: Name by which ranks are matched; by default from the number of the call.
         process_set: Ranks that take part.
 
     Communication: two allgathers, blocking.
     """
-    name = name or type(obj).__name__
     data = _dumped(obj)
-    lengths = allgather(torch.tensor([data.numel()]), f"{name}.sz", process_set).tolist()
-    parts = allgather(data, f"{name}.t", process_set).split(lengths)
+    lengths = allgather(torch.tensor([data.numel()]), name and f"{name}.sz", process_set).tolist()
+    parts = allgather(data, name and f"{name}.t", process_set).split(lengths)
     assert len(parts) == (process_set.size() or size())
     return [_loaded(part) for part in parts]
 

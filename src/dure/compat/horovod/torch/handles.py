@@ -118,6 +118,10 @@ def submit(
 
 def _checked(kind: str, tensor: Tensor) -> str:
     name = _NAMES.get(tensor.dtype)
+    if tensor.is_nested or tensor.is_meta:
+        raise ValueError(
+            f"{kind} takes dense tensors with values: a nested tensor, or one of the device meta, has none"
+        )
     if name is None or (kind in ("allreduce", "reducescatter") and name not in _REDUCED):
         raise ValueError(f"Tensor type {tensor.type()} is not supported.")
     if tensor.layout is not torch.strided:

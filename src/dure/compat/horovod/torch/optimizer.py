@@ -95,6 +95,19 @@ class _Base(torch.optim.Optimizer):
         self._requires_update.add(parameter)
         self._hooks.append(parameter.register_post_accumulate_grad_hook(self._after_gradient))
 
+    def _take_new_parameters(self) -> None:
+        """Reduce gradients also of parameters that were added, or are trained only since the start."""
+        for i, group in enumerate(self.param_groups):
+            for j, parameter in enumerate(group["params"]):
+                if parameter.requires_grad and parameter not in self._requires_update:
+                    self._parameter_names.setdefault(parameter, f"allreduce.noname.{i}.{j}")
+                    self._allreduce_delay.setdefault(parameter, self.backward_passes_per_step)
+                    self._add_hook(parameter)
+
+    def _misses(self, parameter: Tensor) -> bool:
+        """Return whether a step needs a gradient that was not computed; a frozen parameter needs none."""
+        return parameter in self._requires_update and parameter.requires_grad
+
     def _after_gradient(self, parameter: Tensor) -> None:
         """Count the backward pass; after the last one before the step, begin to reduce the gradient."""
         delay = self._allreduce_delay[parameter]
@@ -143,7 +156,8 @@ class _DistributedOptimizer(_Base):
         self._groups = groups
         self._p_to_group: dict[Tensor, tuple[Tensor, ...]] = {}
         self._group_counts: dict[tuple[Tensor, ...], int] = {}
-        if process_set.included() and (size() > 1 or os.environ.get("HOROVOD_ELASTIC") == "1"):
+        self._is_distributed = process_set.included() and (size() > 1 or os.environ.get("HOROVOD_ELASTIC") == "1")
+        if self._is_distributed:
             self._register_hooks()
 
     def load_state_dict(self, *args: Any, **kwargs: Any) -> None:
@@ -236,9 +250,11 @@ class _DistributedOptimizer(_Base):
         if not self.process_set.included():
             self._synchronized = True
             return
+        if self._is_distributed:
+            self._take_new_parameters()
         begun = {each for key in self._handles for each in (key if isinstance(key, tuple) else (key,))}
         for parameter in [*self._parameter_names]:
-            if parameter in self._requires_update and parameter not in begun:
+            if self._misses(parameter) and parameter not in begun:
                 self._handles[parameter] = None, None
         self._complete_groups()
         for key, (handle, _) in [*self._handles.items()]:
@@ -271,6 +287,8 @@ class _DistributedOptimizer(_Base):
         gradient = parameter.grad
         if gradient is not None and gradient.is_sparse and not reduced.is_sparse:
             reduced = reduced.to_sparse(gradient.sparse_dim())
+        if gradient is None and not parameter.requires_grad:
+            return  # frozen since its group was formed
         if gradient is None or gradient.is_sparse:
             parameter.grad = reduced
         elif reduced is not gradient:
@@ -336,9 +354,10 @@ class _DistributedAdasumOptimizer(_Base):
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Combine the changes of all ranks, and apply them."""
         loss = None if closure is None else closure()
+        self._take_new_parameters()
         for parameter in [*self._parameter_names]:
             waits = parameter in self._handles and self._handles[parameter][0] is not None
-            if parameter in self._requires_update and not waits:
+            if self._misses(parameter) and not waits:
                 self._begin(parameter)
         for parameter, (handle, (context, start)) in self._handles.items():
             change = self._compression.decompress(synchronize(handle), context)
@@ -413,6 +432,8 @@ def DistributedOptimizer(
     if is_adasum and process_set is not global_process_set:
         raise NotImplementedError("Adasum does not support non-global process sets yet.")
     own = type(optimizer)
+    if isinstance(optimizer, _Base):
+        raise ValueError("the optimizer is a DistributedOptimizer already: give the one that it was made of")
     mixin = _DistributedAdasumOptimizer if is_adasum else _DistributedOptimizer
     distributed: Any = object.__new__(type(own.__name__, (mixin, own), {"__module__": __name__}))
     # a scheduler has replaced `step` on the instance, and would step the optimiser that is given

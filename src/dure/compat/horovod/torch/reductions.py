@@ -263,8 +263,15 @@ def sparse_allreduce_async(
 ) -> Callable[[], Tensor]:
     """Begin to reduce a sparse tensor, by gathering; return a function that waits for the result.
 
+    Raises:
+        ValueError: The reduction is neither `Sum` nor `Average`.
+
     Communication: two allgathers, of the indices and of the values.
     """
+    if op not in (AVERAGE, SUM):
+        raise ValueError(
+            f"sparse_allreduce_async has Sum and Average, but op is {op!r}: give tensor.to_dense() instead"
+        )
     # gathered along the first dimension, which has the entries after the transposition
     indices = tensor._indices().transpose(0, 1).contiguous()
     handles = [

@@ -54,6 +54,15 @@ class OptimizerStateHandler(StateHandler):
         self.save()
 
 
+class LRSchedulerStateHandler(StateHandler):
+    """Handler of schedulers of the learning rate, which hold their optimiser: copies would change another one."""
+
+    def sync(self) -> None:
+        """Give all ranks rank 0's position, and keep a copy."""
+        self.value.load_state_dict(broadcast_object(self.value.state_dict()))
+        self.save()
+
+
 class SamplerStateHandler(StateHandler):
     """Handler of samplers."""
 
@@ -66,6 +75,8 @@ class SamplerStateHandler(StateHandler):
 _registry: list[tuple[type, type[StateHandler]]] = [
     (torch.nn.Module, ModelStateHandler),
     (torch.optim.Optimizer, OptimizerStateHandler),
+    (torch.optim.lr_scheduler.LRScheduler, LRSchedulerStateHandler),
+    (torch.optim.lr_scheduler.ReduceLROnPlateau, LRSchedulerStateHandler),
     (ElasticSampler, SamplerStateHandler),
 ]
 

@@ -12,11 +12,13 @@ from dure.scripts.lint.modules import (
     Module,
     argument,
     below,
+    body_of,
     constant,
     keyword,
     last,
     method,
     plain_name,
+    subtree,
     words,
 )
 from dure.scripts.lint.project import Project, exclusive
@@ -279,7 +281,7 @@ class Facts:
             else:
                 return None
         scope = module.scope_of(node)
-        for item in ast.walk(scope):  # train_kwargs.update(cuda_kwargs), train_kwargs["sampler"] = ...
+        for item in subtree(scope):  # train_kwargs.update(cuda_kwargs), train_kwargs["sampler"] = ...
             if isinstance(item, ast.Call) and method(item) == "update" and isinstance(item.func, ast.Attribute):
                 if plain_name(item.func.value) == node.id:
                     more = [self._read_options(module, arg) for arg in item.args] if item.args else [None]
@@ -349,7 +351,7 @@ class Facts:
     def has_backward(self, module: Module, node: ast.AST, *, depth: int = 3) -> bool:
         """Return whether a node computes gradients, itself or by functions of the project that it calls."""
         key = (node, depth)
-        if key not in self._backward or not isinstance(node, FUNCTIONS):
+        if key not in self._backward:
             self._backward[key] = any(
                 is_backward(call)
                 for _, part in self.project.with_called(module, node, depth=depth)
@@ -363,19 +365,19 @@ class Facts:
         found: list[tuple[Module, ast.AST]] = []
         for module in self.project.modules:
             for node in module.nodes:
-                if isinstance(node, ast.For | ast.While | ast.AsyncFor) and self.has_backward(module, _body(node)):
+                if isinstance(node, ast.For | ast.While | ast.AsyncFor) and self.has_backward(module, body_of(node)):
                     inner = [
                         item
                         for item in below(node)
                         if item is not node
                         and isinstance(item, ast.For | ast.While | ast.AsyncFor)
-                        and self.has_backward(module, _body(item))
+                        and self.has_backward(module, body_of(item))
                     ]
                     called = [
                         item
-                        for other, function in self.project.called_functions(_body(node))
-                        for item in ast.walk(function)
-                        if isinstance(item, ast.For | ast.While) and self.has_backward(other, _body(item))
+                        for other, function in self.project.called_functions(body_of(node))
+                        for item in subtree(function)
+                        if isinstance(item, ast.For | ast.While) and self.has_backward(other, body_of(item))
                     ]
                     if not inner and not called:
                         found.append((module, node))
@@ -393,7 +395,7 @@ class Facts:
     @cached_property
     def _step_functions(self) -> set[ast.AST]:
         """Return the functions that step loops call."""
-        return {function for _, loop in self.step_loops for _, function in self.project.called_functions(_body(loop))}
+        return {function for _, loop in self.step_loops for _, function in self.project.called_functions(body_of(loop))}
 
     def is_evaluation(self, module: Module, node: ast.AST) -> bool:
         """Return whether a place is in an evaluation: without gradients, or after `model.eval()` without a backward."""
@@ -493,10 +495,6 @@ def is_backward(call: ast.Call) -> bool:
     if not isinstance(call.func, ast.Attribute) or call.func.attr not in ("backward", "manual_backward"):
         return False
     return not plain_name(call.func).startswith(("torch.autograd.Function", "ctx.", "super."))
-
-
-def _body(loop: ast.AST) -> ast.Module:
-    return ast.Module(body=[*getattr(loop, "body", [])], type_ignores=[])
 
 
 def _iterated(module: Module, node: ast.expr) -> list[ast.expr]:

@@ -1,9 +1,9 @@
 """Modules of a project as the rules see them: parents, names through imports, functions, calls and assignments."""
 
 import ast
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 from dure.scripts.lint.source import Source
 
@@ -13,6 +13,8 @@ MOVES = frozenset({"to", "cuda", "xpu"})
 """Methods by which scripts move models and tensors to a device."""
 ACCELERATORS = frozenset({"cuda", "nccl", "npu", "xpu", "hpu"})
 """Words in scripts that use a device whose kernels run while Python goes on."""
+_SPAN, _BODY = "dure_span", "dure_body"
+"""Attributes of nodes: the place of a subtree in its module's list of nodes, and the body of a loop."""
 LOOPS = (ast.For, ast.AsyncFor, ast.While)
 Scope = ast.Module | ast.FunctionDef | ast.AsyncFunctionDef
 
@@ -52,9 +54,16 @@ class Module:
     """Assignments to attributes by the written target, `self.model` or `args.rank`."""
 
     def __post_init__(self) -> None:
-        pending: list[ast.AST] = [self.source.tree]
+        pending: list[ast.AST | None] = [self.source.tree]
+        under_way: list[tuple[ast.AST, int]] = []
         while pending:
             node = pending.pop()
+            if node is None:  # all below the node that was begun last has been seen
+                ended, start = under_way.pop()
+                vars(ended)[_SPAN] = self.nodes, start, len(self.nodes)
+                continue
+            under_way.append((node, len(self.nodes)))
+            pending.append(None)
             self.nodes.append(node)
             for name in ("body", "orelse", "finalbody"):
                 block = getattr(node, name, None)
@@ -220,6 +229,26 @@ def constant(node: ast.AST | None) -> object:
     return node.value if isinstance(node, ast.Constant) else ...
 
 
+def subtree(node: ast.AST) -> Sequence[ast.AST]:
+    """Return a node and all below it, in the order of the text."""
+    span = vars(node).get(_SPAN)
+    if span is None:  # not of a module's tree
+        return [*below(node)]
+    nodes, start, end = span
+    return cast("list[ast.AST]", nodes[start:end])
+
+
+def body_of(loop: ast.AST) -> ast.Module:
+    """Return the body of a loop as a node, the same at each call."""
+    kept = vars(loop).get(_BODY)
+    if kept is None:
+        kept = vars(loop)[_BODY] = ast.Module(body=[*getattr(loop, "body", [])], type_ignores=[])
+        spans = [vars(statement).get(_SPAN) for statement in kept.body]
+        if spans and spans[0] is not None and spans[-1] is not None:
+            vars(kept)[_SPAN] = spans[0][0], spans[0][1], spans[-1][2]
+    return cast("ast.Module", kept)
+
+
 def below(node: ast.AST, *, into_functions: bool = True) -> Iterator[ast.AST]:
     """Yield a node and all below it, in the order of the text.
 
@@ -227,6 +256,9 @@ def below(node: ast.AST, *, into_functions: bool = True) -> Iterator[ast.AST]:
         node: Node at the top.
         into_functions: Whether functions that are defined below it are entered.
     """
+    if into_functions and _SPAN in vars(node):
+        yield from subtree(node)
+        return
     pending = [node]
     while pending:
         node = pending.pop()
@@ -239,5 +271,5 @@ def below(node: ast.AST, *, into_functions: bool = True) -> Iterator[ast.AST]:
 
 def words(node: ast.AST) -> set[str]:
     """Return all names and attributes in a node."""
-    return {item.id if isinstance(item, ast.Name) else item.attr for item in ast.walk(node)
+    return {item.id if isinstance(item, ast.Name) else item.attr for item in subtree(node)
             if isinstance(item, ast.Name | ast.Attribute)}  # fmt: skip

@@ -16,6 +16,7 @@ from dure.scripts.lint.modules import (
     last,
     method,
     plain_name,
+    subtree,
 )
 
 MOST_STEPS = 14
@@ -202,10 +203,8 @@ class Project:
         """Return the calls in a node."""
         if node in self._calls:
             return self._calls[node]
-        found = [item for item in ast.walk(node) if isinstance(item, ast.Call)]
-        if isinstance(node, FUNCTIONS):
-            self._calls[node] = found
-        return found
+        self._calls[node] = [item for item in subtree(node) if isinstance(item, ast.Call)]
+        return self._calls[node]
 
     def called_functions(self, node: ast.AST, *, depth: int = 3) -> Iterator[tuple[Module, Function]]:
         """Yield the functions of the project that a node calls, and those that these call."""
@@ -362,7 +361,7 @@ class Project:
         for other, function, skipped in self.targets.get(node, ()):
             if skipped and function.name == "__init__":
                 return []
-            for item in ast.walk(function):
+            for item in subtree(function):
                 is_own = isinstance(item, ast.Return) and other.scope_of(item) is function
                 if is_own and isinstance(item, ast.Return) and item.value is not None:
                     found.append((other, item.value, index))

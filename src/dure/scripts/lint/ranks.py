@@ -5,7 +5,7 @@ import re
 from collections.abc import Iterator
 from typing import Literal, NamedTuple
 
-from dure.scripts.lint.modules import FUNCTIONS, Function, Module, constant, last, method, plain_name, words
+from dure.scripts.lint.modules import FUNCTIONS, Function, Module, constant, last, method, plain_name, subtree, words
 from dure.scripts.lint.project import Project
 
 Who = Literal["some", "others"]
@@ -103,7 +103,7 @@ class Ranks:
     def _called_or_passed(self, function: Function) -> Iterator[Function]:
         yield from (called for _, called in self.project.called_functions(function, depth=1))
         calls = [site.call for site in self.project.sites.get(function, ()) if site.is_spawn]
-        calls += [item for item in ast.walk(function) if isinstance(item, ast.Call)]
+        calls += [item for item in subtree(function) if isinstance(item, ast.Call)]
         module = self.project.module_of[function]
         for call in calls:
             for value in [*call.args, *(item.value for item in call.keywords)]:
@@ -140,7 +140,7 @@ class Ranks:
             return any(
                 self.is_rank(other, item.value, depth + 1)
                 for other, function, _ in self.project.targets.get(node, ())
-                for item in ast.walk(function)
+                for item in subtree(function)
                 if isinstance(item, ast.Return) and item.value is not None and depth < 3
             )
         if isinstance(node, ast.Subscript):
@@ -181,11 +181,11 @@ class Ranks:
         """Return whether an expression's value is another on each rank, as far as its names say."""
         return any(
             self.is_rank(module, item)
-            for item in ast.walk(node)
+            for item in subtree(node)
             if isinstance(item, ast.Name | ast.Attribute | ast.Call | ast.Subscript)
         ) or any(
             not isinstance(o.node, ast.arg) and o.node is not item and self._mentions_rank(o.module, o.node)
-            for item in ast.walk(node)
+            for item in subtree(node)
             if isinstance(item, ast.Name | ast.Attribute)
             for o in self.project.origins(module, item)
         )
@@ -193,7 +193,7 @@ class Ranks:
     def _mentions_rank(self, module: Module, node: ast.AST) -> bool:
         return any(
             self.is_rank(module, item, 1)
-            for item in ast.walk(node)
+            for item in subtree(node)
             if isinstance(item, ast.Name | ast.Attribute | ast.Call | ast.Subscript)
         )
 
@@ -217,7 +217,7 @@ class Ranks:
             if names_main(name):
                 return "some"
             for other, function, _ in self.project.targets.get(test, ()):
-                returns = [item.value for item in ast.walk(function) if isinstance(item, ast.Return) and item.value]
+                returns = [item.value for item in subtree(function) if isinstance(item, ast.Return) and item.value]
                 if len(returns) <= 3 and function.name != "__init__":
                     for value in returns:
                         if (who := self.who(other, value, depth + 2)) is not None:
@@ -406,9 +406,9 @@ class Ranks:
             return True
         return any(
             last(plain_name(item)) in SINGLE_WORDS
-            for item in ast.walk(test)
+            for item in subtree(test)
             if isinstance(item, ast.Name | ast.Attribute)
-        ) or (any(constant(item) in {"WORLD_SIZE", "RANK", "LOCAL_RANK"} for item in ast.walk(test)))
+        ) or (any(constant(item) in {"WORLD_SIZE", "RANK", "LOCAL_RANK"} for item in subtree(test)))
 
     def _who_compare_single(self, module: Module, test: ast.Compare) -> bool:
         number = _number(test.comparators[0])
@@ -442,7 +442,7 @@ def _number(node: ast.AST) -> int | None:
 
 
 def _mentions(node: ast.AST) -> bool:
-    return any(constant(item) in {"WORLD_SIZE", "RANK", "LOCAL_RANK"} for item in ast.walk(node))
+    return any(constant(item) in {"WORLD_SIZE", "RANK", "LOCAL_RANK"} for item in subtree(node))
 
 
 def _is_ranks(call: ast.Call) -> bool:

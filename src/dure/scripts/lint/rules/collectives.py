@@ -5,7 +5,7 @@ from collections.abc import Iterator
 
 from dure.scripts.lint.facts import Facts
 from dure.scripts.lint.finding import Report, replaced
-from dure.scripts.lint.modules import FUNCTIONS, Function, Module, below, method, plain_name, words
+from dure.scripts.lint.modules import FUNCTIONS, Function, Module, below, method, plain_name, subtree, words
 from dure.scripts.lint.ranks import Who, leaves
 
 HANG = "the others never call it, so those that do wait until the timeout of the process group"
@@ -85,7 +85,7 @@ def _is_in_both(facts: Facts, module: Module, call: ast.Call) -> bool:
     for above in module.within(call):
         if isinstance(above, ast.If) and facts.ranks.who(module, above.test) is not None:
             other = above.orelse if any(item is under for item in above.body) else above.body
-            for item in (node for statement in other for node in ast.walk(statement)):
+            for item in (node for statement in other for node in subtree(statement)):
                 if isinstance(item, ast.Call) and (method(item) == method(call) or facts.collective(module, item)):
                     return True
         under = above
@@ -145,7 +145,7 @@ def _is_decided_alone(facts: Facts, module: Module, test: ast.expr) -> bool:
     """Return whether a test is of a variable that is set under a test of the rank, and that nothing hands on."""
     scope = module.scope_of(test)
     calls = [node for node in below(scope, into_functions=False) if isinstance(node, ast.Call)]
-    for item in ast.walk(test):
+    for item in subtree(test):
         if not isinstance(item, ast.Name):
             continue
         values = module.names.get(scope, {}).get(item.id, [])
@@ -183,7 +183,7 @@ def _is_of_loss(facts: Facts, module: Module, test: ast.expr, loop: ast.AST) -> 
     return not any(
         isinstance(item, ast.Call)
         and ("reduce" in method(item) or "gather" in method(item) or facts.collective(module, item))
-        for item in ast.walk(body)
+        for item in subtree(body)
     )
 
 
@@ -233,12 +233,12 @@ def in_handler(facts: Facts) -> Iterator[Report]:
 
 
 def _swallows(handler: ast.ExceptHandler) -> bool:
-    if any(isinstance(item, ast.Raise) for item in ast.walk(handler)):
+    if any(isinstance(item, ast.Raise) for item in subtree(handler)):
         return False
     named = words(handler.type) if handler.type is not None else set()
     if named & {"KeyboardInterrupt", "StopIteration", "SystemExit"}:
         return False
-    calls = [method(item) for item in ast.walk(handler) if isinstance(item, ast.Call)]
+    calls = [method(item) for item in subtree(handler) if isinstance(item, ast.Call)]
     return not any(name in ("exit", "_exit", "abort", "kill", "destroy_process_group") for name in calls) and not (
         leaves(handler.body) and isinstance(handler.body[-1], ast.Return)
     )
@@ -248,7 +248,7 @@ def _trains(facts: Facts, module: Module, node: ast.Try) -> bool:
     body = ast.Module(body=[*node.body], type_ignores=[])
     is_parallel = any(wrap.kind != "dp" for wrap in facts.wraps) or facts.horovod or facts.accelerate
     return is_parallel and bool(module.loops_of(node)) and any(
-        isinstance(item, ast.Call) and method(item) == "backward" for item in ast.walk(body)
+        isinstance(item, ast.Call) and method(item) == "backward" for item in subtree(body)
     )  # fmt: skip
 
 

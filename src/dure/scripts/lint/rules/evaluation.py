@@ -5,7 +5,7 @@ from collections.abc import Iterator
 
 from dure.scripts.lint.facts import Facts, Loader
 from dure.scripts.lint.finding import Report
-from dure.scripts.lint.modules import FUNCTIONS, Function, Module, last, method, plain_name, words
+from dure.scripts.lint.modules import FUNCTIONS, Function, Module, last, method, plain_name, subtree, words
 from dure.scripts.lint.rules.reductions import is_loader
 from dure.scripts.lint.rules.sampling import is_divided_otherwise
 
@@ -77,10 +77,10 @@ def _is_evaluation_call(facts: Facts, module: Module, call: ast.Call) -> bool:
 
 def _loops_and_forwards(facts: Facts, module: Module, function: Function) -> bool:
     for other, part in facts.project.with_called(module, function, depth=2):
-        for item in ast.walk(part):
+        for item in subtree(part):
             if (
                 isinstance(item, ast.For | ast.While)
-                and any(isinstance(inner, ast.Call) and _is_forward(inner) for inner in ast.walk(item))
+                and any(isinstance(inner, ast.Call) and _is_forward(inner) for inner in subtree(item))
                 and facts.ranks.local_guard(other, item) is None
             ):
                 return True

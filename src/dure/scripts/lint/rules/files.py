@@ -15,6 +15,7 @@ from dure.scripts.lint.modules import (
     last,
     method,
     plain_name,
+    subtree,
     words,
 )
 
@@ -162,7 +163,7 @@ def _reached_from_entry(facts: Facts, module: Module, node: ast.AST, depth: int,
 
 def _asks_unknown(facts: Facts, module: Module, test: ast.expr) -> bool:
     """Return whether a test may stand for the rank although its name does not tell: a writer that is None elsewhere."""
-    for item in ast.walk(test):
+    for item in subtree(test):
         written = plain_name(item)
         name = last(written).lower()
         if name in ("writer", "logger", "tb_writer", "log_writer", "saver", "is_save", "log", "wandb"):
@@ -221,7 +222,7 @@ def _is_own_path(facts: Facts, module: Module, path: ast.expr) -> bool:
 def _parts_of(facts: Facts, module: Module, node: ast.expr, depth: int) -> Iterator[tuple[Module, ast.expr]]:
     """Yield an expression, and those that the variables in it come from."""
     yield module, node
-    for item in ast.walk(node) if depth else ():
+    for item in subtree(node) if depth else ():
         if isinstance(item, ast.Name | ast.Attribute):
             for origin in facts.project.origins(module, item):
                 if isinstance(origin.node, ast.expr) and origin.node is not item:
@@ -282,7 +283,7 @@ def _read_later(facts: Facts, module: Module, call: ast.Call, key: tuple[str, st
             return None
         if isinstance(item, ast.Call) and item.lineno > (call.end_lineno or 0):
             for other, function, _ in facts.project.targets.get(item, ()):
-                if any(isinstance(n, ast.Call) and facts.collective(other, n) for n in ast.walk(function)):
+                if any(isinstance(n, ast.Call) and facts.collective(other, n) for n in subtree(function)):
                     return None
             if any(wrap.call is item and wrap.kind != "dp" for wrap in facts.wraps):
                 return None  # its construction is a collective
@@ -308,7 +309,7 @@ def _read_later(facts: Facts, module: Module, call: ast.Call, key: tuple[str, st
 def _mentions_text(module: Module, node: ast.expr, text: str) -> bool:
     return any(
         isinstance(item, ast.Name | ast.Attribute | ast.Constant) and module.source.segment(item) == text
-        for item in ast.walk(node)
+        for item in subtree(node)
     )
 
 
@@ -368,7 +369,7 @@ def _is_only_loaded(module: Module, call: ast.Call) -> bool:
     name = above.targets[0].id
     uses = [
         item
-        for item in ast.walk(module.scope_of(call))
+        for item in subtree(module.scope_of(call))
         if isinstance(item, ast.Name) and item.id == name and isinstance(item.ctx, ast.Load)
     ]
     return bool(uses) and all(_is_harmless(module, item) for item in uses)

@@ -12,6 +12,7 @@ from dure.scripts.lint.modules import (
     last,
     method,
     plain_name,
+    subtree,
     words,
 )
 
@@ -96,7 +97,7 @@ def _has_norm(facts: Facts, wrap: Wrap) -> bool:
                 continue
             if last(name).lower().startswith(NORMED_MODELS):
                 return True
-            inner = [n for n in ast.walk(call) if isinstance(n, ast.Call)]
+            inner = [n for n in subtree(call) if isinstance(n, ast.Call)]
             if any(last(other.called(n)) in NORMS for n in inner):
                 return True
             continue
@@ -107,7 +108,7 @@ def _has_norm(facts: Facts, wrap: Wrap) -> bool:
         if cls in seen:
             continue
         seen.add(cls)
-        for item in ast.walk(cls):
+        for item in subtree(cls):
             if isinstance(item, ast.Name | ast.Attribute) and last(module.resolved(item)) in NORMS:
                 return True
             if isinstance(item, ast.Call):
@@ -190,9 +191,9 @@ def _is_size_used(facts: Facts) -> bool:
 
 
 def _names_size(facts: Facts, module: Module, node: ast.AST) -> bool:
-    if words(node) & SIZES or any(constant(item) == "WORLD_SIZE" for item in ast.walk(node)):
+    if words(node) & SIZES or any(constant(item) == "WORLD_SIZE" for item in subtree(node)):
         return True
-    for item in ast.walk(node):
+    for item in subtree(node):
         if isinstance(item, ast.Name):
             for origin in facts.project.origins(module, item):
                 if not isinstance(origin.node, ast.arg) and words(origin.node) & SIZES:

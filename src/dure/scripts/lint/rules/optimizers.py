@@ -5,7 +5,7 @@ from collections.abc import Iterator
 
 from dure.scripts.lint.facts import Facts
 from dure.scripts.lint.finding import Report, replaced
-from dure.scripts.lint.modules import FUNCTIONS, Module, argument, below, method, plain_name
+from dure.scripts.lint.modules import FUNCTIONS, Module, argument, below, method, plain_name, subtree
 
 
 def other_parameters(facts: Facts) -> Iterator[Report]:
@@ -54,7 +54,7 @@ def _replaced_later(facts: Facts, module: Module, call: ast.Call, name: str) -> 
             continue
         value = assignment.value
         is_copy = isinstance(value, ast.Call) and method(value) == "deepcopy"
-        if not isinstance(value, ast.Call) or (name in {plain_name(n) for n in ast.walk(value)} and not is_copy):
+        if not isinstance(value, ast.Call) or (name in {plain_name(n) for n in subtree(value)} and not is_copy):
             continue
         before = [a.value for a in values if getattr(a.statement, "lineno", 0) < call.lineno]
         made = {module.called(v) for v in before if isinstance(v, ast.Call)}

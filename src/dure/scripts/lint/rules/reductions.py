@@ -15,6 +15,7 @@ from dure.scripts.lint.modules import (
     last,
     method,
     plain_name,
+    subtree,
     words,
 )
 
@@ -221,7 +222,7 @@ def _averages(facts: Facts, module: Module, call: ast.Call, leaf: str, value: as
 
 
 def _mentions(node: ast.AST, name: str) -> bool:
-    return any(plain_name(item) == name for item in ast.walk(node))
+    return any(plain_name(item) == name for item in subtree(node))
 
 
 def _is_ranks(facts: Facts, module: Module, node: ast.expr) -> bool:
@@ -274,7 +275,7 @@ def _local_mean(facts: Facts, module: Module, node: ast.expr, depth: int = 0) ->
                     return found
             return None
         if method(node) in ("mean", "nanmean", "fmean"):
-            named = {word for item in ast.walk(node) for word in words(item)}
+            named = {word for item in subtree(node) for word in words(item)}
             is_list = any(word.endswith(("es", "s", "list")) and _is_metric(word) for word in named)
             return _short(module, node) if is_list else None
         for origin in facts.project.origins(module, node):
@@ -446,7 +447,7 @@ def _reduces_around(facts: Facts, module: Module, loop: ast.AST) -> bool:
     scope: ast.AST = module.scope_of(loop)
     for _ in range(3):
         for other, part in facts.project.with_called(module, scope):
-            for item in ast.walk(part):
+            for item in subtree(part):
                 if (
                     isinstance(item, ast.Call)
                     and _is_reduction(facts, other, item)
@@ -489,7 +490,7 @@ def _result_of(
         elif isinstance(item, ast.Call) and _reports(item):
             value = item
         if value is not None:
-            name = next((plain_name(n) for n in ast.walk(value) if plain_name(n) in added), None)
+            name = next((plain_name(n) for n in subtree(value) if plain_name(n) in added), None)
             if name is not None:
                 return item, name
     return None

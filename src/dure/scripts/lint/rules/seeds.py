@@ -15,6 +15,7 @@ from dure.scripts.lint.modules import (
     last,
     method,
     plain_name,
+    subtree,
     words,
 )
 
@@ -32,7 +33,7 @@ def _seeds(facts: Facts) -> list[tuple[Module, ast.Call, ast.expr]]:
         leaf = last(name)
         if leaf not in SEEDING or not call.args or not facts.ranks.runs_on_ranks(module, call):
             continue
-        around = {method(item) for item in ast.walk(module.scope_of(call)) if isinstance(item, ast.Call)}
+        around = {method(item) for item in subtree(module.scope_of(call)) if isinstance(item, ast.Call)}
         if isinstance(module.scope_of(call), FUNCTIONS) and around & {
             "get_rng_state",
             "getstate",
@@ -97,7 +98,7 @@ def _is_called(facts: Facts, module: Module, call: ast.Call) -> bool:
 
 
 def _adds_rank(facts: Facts, module: Module, value: ast.expr) -> bool:
-    for item in ast.walk(value):
+    for item in subtree(value):
         if isinstance(item, ast.Name):
             scope = module.scope_of(value)
             for node in below(scope, into_functions=False):

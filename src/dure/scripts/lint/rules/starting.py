@@ -6,7 +6,18 @@ from collections.abc import Iterator
 
 from dure.scripts.lint.facts import Facts
 from dure.scripts.lint.finding import Edit, Report, inserted_after, replaced, with_argument
-from dure.scripts.lint.modules import FUNCTIONS, Module, argument, constant, keyword, last, method, plain_name, words
+from dure.scripts.lint.modules import (
+    FUNCTIONS,
+    Module,
+    argument,
+    constant,
+    keyword,
+    last,
+    method,
+    plain_name,
+    subtree,
+    words,
+)
 
 ADDRESS = re.compile(r"tcp://(\[?[^/]*?\]?)(?::(\d+))?/?$")
 EVERYWHERE = {"0.0.0.0", "::", "[::]", "*"}  # noqa: S104
@@ -140,7 +151,7 @@ def fixed_port(facts: Facts) -> Iterator[Report]:
         for place, name, value in _variables(module):
             if name != "MASTER_PORT" or not _is_number(facts, module, value) or not facts.has_ranks:
                 continue
-            if any("MASTER_PORT" in {constant(i) for i in ast.walk(g.test)} or _is_unset(g.test)
+            if any("MASTER_PORT" in {constant(i) for i in subtree(g.test)} or _is_unset(g.test)
                    for g in facts.ranks.guards(module, place)):  # fmt: skip
                 continue
             if facts.ranks.is_without_ranks(module, place):
@@ -149,7 +160,7 @@ def fixed_port(facts: Facts) -> Iterator[Report]:
 
 
 def _is_unset(test: ast.expr) -> bool:
-    return any(constant(item) in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR") for item in ast.walk(test))
+    return any(constant(item) in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR") for item in subtree(test))
 
 
 def _is_number(facts: Facts, module: Module, value: ast.expr) -> bool:
@@ -316,7 +327,7 @@ def _is_chosen_by_ranks(facts: Facts, module: Module, value: ast.expr) -> bool:
     return any(
         facts.ranks.asks_for_ranks(module, item)
         for node in values
-        for item in ast.walk(node)
+        for item in subtree(node)
         if isinstance(item, ast.expr) and isinstance(item, ast.IfExp | ast.Compare | ast.Attribute | ast.Name)
     )
 
@@ -329,15 +340,15 @@ def _is_all_cores(facts: Facts, module: Module, value: ast.expr) -> bool:
         if isinstance(node, ast.arg):
             continue
         has_cores = any(
-            isinstance(i, ast.Call) and method(i) in ("cpu_count", "sched_getaffinity") for i in ast.walk(node)
+            isinstance(i, ast.Call) and method(i) in ("cpu_count", "sched_getaffinity") for i in subtree(node)
         )
         if not has_cores:
             continue
-        if any(isinstance(i, ast.BinOp) and isinstance(i.op, ast.Div | ast.FloorDiv) for i in ast.walk(node)):
+        if any(isinstance(i, ast.BinOp) and isinstance(i.op, ast.Div | ast.FloorDiv) for i in subtree(node)):
             continue
         if node in origin.module.parents and facts.ranks.is_single(origin.module, node):
             continue
-        limit = [i for i in ast.walk(node) if isinstance(i, ast.Call) and method(i) == "min"]
+        limit = [i for i in subtree(node) if isinstance(i, ast.Call) and method(i) == "min"]
         if not limit:
             return not words(node) & {"world_size", "get_world_size", "device_count", "local_world_size"}
     return False

@@ -15,6 +15,7 @@ from dure.scripts.lint.modules import (
     last,
     method,
     plain_name,
+    subtree,
     words,
 )
 from dure.scripts.lint.ranks import Guard
@@ -114,7 +115,7 @@ def _is_after_exit(module: Module, statement: ast.AST) -> bool:
     for earlier in module.block_of(statement):
         if earlier is statement:
             return False
-        if isinstance(earlier, ast.If) and any(isinstance(i, ast.Continue) for i in ast.walk(earlier)):
+        if isinstance(earlier, ast.If) and any(isinstance(i, ast.Continue) for i in subtree(earlier)):
             return True
     return False
 
@@ -164,7 +165,7 @@ def _accumulates(facts: Facts, module: Module, loop: ast.AST) -> ast.AST | None:
     calls = [
         (m, c)
         for m, part in facts.project.with_called(module, body, depth=2)
-        for c in ast.walk(part)
+        for c in subtree(part)
         if isinstance(c, ast.Call)
     ]
     backward = next((c for _, c in calls if is_backward(c)), None)
@@ -185,7 +186,7 @@ def _accumulates(facts: Facts, module: Module, loop: ast.AST) -> ast.AST | None:
     after = [
         item
         for statement in outer[0].body  # type: ignore[attr-defined]
-        for item in ast.walk(statement)
+        for item in subtree(statement)
         if isinstance(item, ast.Call) and _is_optimizer_step(item) and item.lineno > (loop.end_lineno or 0)
     ]
     is_count = isinstance(loop.iter, ast.Call) and method(loop.iter) == "range"
@@ -203,13 +204,13 @@ def _is_optimizer_step(call: ast.Call) -> bool:
 
 def _is_every_few(facts: Facts, module: Module, guard: Guard) -> bool:
     """Return whether a test is true in every n-th pass."""
-    numbers = [i.right for i in ast.walk(guard.test) if isinstance(i, ast.BinOp) and isinstance(i.op, ast.Mod)]
+    numbers = [i.right for i in subtree(guard.test) if isinstance(i, ast.BinOp) and isinstance(i.op, ast.Mod)]
     for number in numbers:
         origins = facts.project.origins(module, number)
         constants = {constant(o.node) for o in origins if isinstance(o.node, ast.Constant)}
         if constants == {1}:
             return False  # every pass, where the rest is of a library that accumulates by itself
-    for item in ast.walk(guard.test):
+    for item in subtree(guard.test):
         if isinstance(item, ast.BinOp) and isinstance(item.op, ast.Mod):
             return True
         name = last(plain_name(item)).lower()
@@ -227,14 +228,12 @@ def _is_counter(module: Module, guard: Guard) -> bool:
         return False
     around = module.loops_of(block)
     counts = any(
-        isinstance(item, ast.AugAssign) and plain_name(item.target) == name
-        for loop in around
-        for item in ast.walk(loop)
+        isinstance(item, ast.AugAssign) and plain_name(item.target) == name for loop in around for item in subtree(loop)
     )
     is_set_back = any(
         isinstance(item, ast.Assign) and constant(item.value) == 0 and name in map(plain_name, item.targets)
         for statement in block.body
-        for item in ast.walk(statement)
+        for item in subtree(statement)
     )
     return counts and is_set_back
 
@@ -262,7 +261,7 @@ def clipped_before_unscaled(facts: Facts) -> Iterator[Report]:
         if "unscale_" in {
             method(c)
             for m, f in facts.project.called_functions(scope, depth=2)
-            for c in ast.walk(f)
+            for c in subtree(f)
             if isinstance(c, ast.Call)
         }:
             continue

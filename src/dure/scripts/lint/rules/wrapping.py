@@ -15,6 +15,7 @@ from dure.scripts.lint.modules import (
     keyword,
     method,
     plain_name,
+    subtree,
     words,
 )
 from dure.scripts.lint.rules.optimizers import makers
@@ -79,12 +80,12 @@ def _is_moved(wrap: Wrap) -> bool:
     module, call = wrap.module, wrap.call
     assert wrap.model is not None
     name = plain_name(wrap.model)
-    text = [item for item in ast.walk(wrap.model) if isinstance(item, ast.Call)]
+    text = [item for item in subtree(wrap.model) if isinstance(item, ast.Call)]
     if any(method(item) in MOVES for item in text):
         return True
     for item in below(module.scope_of(call), into_functions=False):
         if isinstance(item, ast.Call) and method(item) in MOVES and isinstance(item.func, ast.Attribute):
-            if item.lineno < call.lineno and name and name in {plain_name(n) for n in ast.walk(item.func.value)}:
+            if item.lineno < call.lineno and name and name in {plain_name(n) for n in subtree(item.func.value)}:
                 return True
             target = next(iter(getattr(module.statement_of(item), "targets", [])), None)
             if item.lineno < call.lineno and target is not None and plain_name(target) == name:
@@ -166,7 +167,7 @@ def _has_parameters_of(call: ast.Call, name: str) -> bool:
         and method(item) in ("parameters", "named_parameters")
         and isinstance(item.func, ast.Attribute)
         and plain_name(item.func.value) == name
-        for item in ast.walk(given)
+        for item in subtree(given)
     )
 
 
@@ -181,13 +182,13 @@ def _given_with_model(facts: Facts, wrap: Wrap) -> ast.Call | None:
     if name.startswith("self."):  # self.model = model.to(device)
         values = [a.value for a in module.attributes.get(name, []) if module.scope_of(a.statement) is scope]
         values = [v for v in values if v is not wrap.call]
-        named = {plain_name(n) for v in values for n in ast.walk(v)} & set(parameters)
+        named = {plain_name(n) for v in values for n in subtree(v)} & set(parameters)
         name = next(iter(named), "")
     if name not in parameters:
         return None
     for parameter in parameters:
         if "opt" in parameter.lower():
-            node = next((n for n in ast.walk(scope) if isinstance(n, ast.Name) and n.id == parameter), None)
+            node = next((n for n in subtree(scope) if isinstance(n, ast.Name) and n.id == parameter), None)
             for origin in facts.project.origins(module, node) if node is not None else ():
                 call = next((c for _, c in facts.optimizers if c is origin.node), None)
                 if call is not None:
@@ -202,7 +203,7 @@ def _is_moved_between(wrap: Wrap, name: str, built: ast.Call) -> bool:
     is_elsewhere = _is_elsewhere(wrap, built)
     moves = [
         item
-        for item in [*ast.walk(wrap.model), *below(module.scope_of(wrap.call), into_functions=False)]
+        for item in [*subtree(wrap.model), *below(module.scope_of(wrap.call), into_functions=False)]
         if isinstance(item, ast.Call) and method(item) in MOVES and isinstance(item.func, ast.Attribute)
     ]
     return any(_is_moved_by(wrap, item, name) and (is_elsewhere or item.lineno > built.lineno) for item in moves)
@@ -211,7 +212,7 @@ def _is_moved_between(wrap: Wrap, name: str, built: ast.Call) -> bool:
 def _is_moved_by(wrap: Wrap, move: ast.Call, name: str) -> bool:
     assert wrap.model is not None
     assert isinstance(move.func, ast.Attribute)
-    is_inside = any(item is move for item in ast.walk(wrap.model))
+    is_inside = any(item is move for item in subtree(wrap.model))
     target = next(iter(getattr(wrap.module.statement_of(move), "targets", [])), None)
     named = {plain_name(move.func.value), plain_name(target) if target is not None else ""}
     return is_inside or (move.lineno <= wrap.call.lineno and name in named)
@@ -335,17 +336,17 @@ def _uses_all(facts: Facts, maker: ast.AST) -> bool:
     if "forward" not in methods or "__init__" not in methods:
         return False
     if any(
-        isinstance(item, ast.If | ast.IfExp | ast.While | ast.Try | ast.Match) for item in ast.walk(methods["forward"])
+        isinstance(item, ast.If | ast.IfExp | ast.While | ast.Try | ast.Match) for item in subtree(methods["forward"])
     ):
         return False
     layers = {
         target.attr
-        for item in ast.walk(methods["__init__"])
+        for item in subtree(methods["__init__"])
         if isinstance(item, ast.Assign) and isinstance(item.value, ast.Call)
         for target in item.targets
         if isinstance(target, ast.Attribute) and plain_name(target.value) == "self"
     }
-    if any(isinstance(item, ast.If) for item in ast.walk(methods["__init__"])):
+    if any(isinstance(item, ast.If) for item in subtree(methods["__init__"])):
         return False
-    used = {item.attr for item in ast.walk(methods["forward"]) if isinstance(item, ast.Attribute)}
+    used = {item.attr for item in subtree(methods["forward"]) if isinstance(item, ast.Attribute)}
     return bool(layers) and layers <= used

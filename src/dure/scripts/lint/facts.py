@@ -88,12 +88,18 @@ class Facts:
         return self._named_calls
 
     @cached_property
+    def reported(self) -> list[Module]:
+        """Modules in which findings are reported."""
+        return [module for module in self.project.modules if not module.is_context]
+
+    @cached_property
+    def reported_calls(self) -> list[tuple[Module, ast.Call, str]]:
+        """Calls in modules in which findings are reported, each with its resolved name."""
+        return [item for item in self._named_calls if not item[0].is_context]
+
+    @cached_property
     def _named_calls(self) -> list[tuple[Module, ast.Call, str]]:
-        return [
-            (module, call, module.called(call) or method(call))
-            for module in self.project.modules
-            for call in module.calls
-        ]
+        return [(module, call, name) for module in self.project.modules for call, name in module.named_calls]
 
     @cached_property
     def names(self) -> set[str]:
@@ -103,18 +109,7 @@ class Facts:
     @cached_property
     def words(self) -> set[str]:
         """All names and attributes of the project, and its short strings."""
-        return {
-            item
-            for module in self.project.modules
-            for node in module.nodes
-            for item in (
-                [node.id] if isinstance(node, ast.Name)
-                else [node.attr] if isinstance(node, ast.Attribute)
-                else [node.arg] if isinstance(node, ast.keyword) and node.arg
-                else [str(node.value)] if isinstance(node, ast.Constant) and _is_short_text(node.value)
-                else []
-            )
-        }  # fmt: skip
+        return {word for module in self.project.modules for word in module.words}
 
     # --- libraries
 
@@ -482,10 +477,6 @@ class Facts:
             for module in self.project.modules
             for node in module.source.tree.body
         )
-
-
-def _is_short_text(value: object) -> bool:
-    return isinstance(value, str) and len(value) < 80
 
 
 def is_backward(call: ast.Call) -> bool:

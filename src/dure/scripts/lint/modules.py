@@ -3,6 +3,7 @@
 import ast
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import NamedTuple, cast
 
 from dure.scripts.lint.source import Source
@@ -15,6 +16,7 @@ ACCELERATORS = frozenset({"cuda", "nccl", "npu", "xpu", "hpu"})
 """Words in scripts that use a device whose kernels run while Python goes on."""
 _SPAN, _BODY = "dure_span", "dure_body"
 """Attributes of nodes: the place of a subtree in its module's list of nodes, and the body of a loop."""
+_LONG_TEXT = 80
 LOOPS = (ast.For, ast.AsyncFor, ast.While)
 Scope = ast.Module | ast.FunctionDef | ast.AsyncFunctionDef
 
@@ -140,6 +142,26 @@ class Module:
     def called(self, call: ast.Call) -> str:
         """Return the resolved name of what a call calls."""
         return self.resolved(call.func)
+
+    @cached_property
+    def words(self) -> frozenset[str]:
+        """All names and attributes of the module, and its short strings."""
+        found = set()
+        for node in self.nodes:
+            if isinstance(node, ast.Name):
+                found.add(node.id)
+            elif isinstance(node, ast.Attribute):
+                found.add(node.attr)
+            elif isinstance(node, ast.keyword) and node.arg:
+                found.add(node.arg)
+            elif isinstance(node, ast.Constant) and isinstance(node.value, str) and len(node.value) < _LONG_TEXT:
+                found.add(node.value)
+        return frozenset(found)
+
+    @cached_property
+    def named_calls(self) -> list[tuple[ast.Call, str]]:
+        """Calls, each with its resolved name."""
+        return [(call, self.called(call) or method(call)) for call in self.calls]
 
     # --- places
 

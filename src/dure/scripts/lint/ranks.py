@@ -69,6 +69,7 @@ class Ranks:
     def __init__(self, project: Project) -> None:
         self.project = project
         self._who: dict[Function, Who | None] = {}
+        self._who_of: dict[ast.expr, Who | None] = {}
         self._single: dict[Function, bool] = {}
         self._is_rank: dict[int, bool] = {}
         self._exits: dict[int, list[ast.If]] = {}
@@ -199,6 +200,13 @@ class Ranks:
 
     def who(self, module: Module, test: ast.expr, depth: int = 0) -> Who | None:
         """Return for which ranks a test is true; None if it does not depend on the rank."""
+        if depth or self._under_way:
+            return self._who_at(module, test, depth)
+        if test not in self._who_of:
+            self._who_of[test] = self._who_at(module, test, 0)
+        return self._who_of[test]
+
+    def _who_at(self, module: Module, test: ast.expr, depth: int) -> Who | None:
         if depth > 6:
             return None
         if isinstance(test, ast.UnaryOp) and isinstance(test.op, ast.Not):

@@ -9,6 +9,8 @@ import tokenize
 import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cached_property
+from itertools import accumulate
 from pathlib import Path
 
 from dure.errors import Misuse
@@ -42,8 +44,13 @@ class Source:
 
     def offset(self, line: int, column: int) -> int:
         """Return the index in the text of a line (from 1) and a column in bytes of UTF-8, as the tree has them."""
-        before = sum(map(len, self.lines[: line - 1]))
-        return before + len(self.lines[line - 1].encode()[:column].decode())
+        text = self.lines[line - 1]
+        return self._starts[line - 1] + (column if text.isascii() else len(text.encode()[:column].decode()))
+
+    @cached_property
+    def _starts(self) -> list[int]:
+        """Indices in the text at which lines begin."""
+        return [0, *accumulate(map(len, self.lines))]
 
     def segment(self, node: ast.expr | ast.stmt) -> str:
         """Return the text of a node."""

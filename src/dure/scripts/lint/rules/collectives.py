@@ -5,7 +5,7 @@ from collections.abc import Iterator
 
 from dure.scripts.lint.facts import Facts
 from dure.scripts.lint.finding import Report, replaced
-from dure.scripts.lint.modules import FUNCTIONS, Function, Module, below, method, plain_name, subtree, words
+from dure.scripts.lint.modules import FUNCTIONS, Function, Module, below, body_of, method, plain_name, subtree, words
 from dure.scripts.lint.ranks import Who, leaves
 
 HANG = "the others never call it, so those that do wait until the timeout of the process group"
@@ -31,7 +31,7 @@ def only_some_ranks(facts: Facts) -> Iterator[Report]:
     """Find collectives under a test of the rank."""
     if not facts.has_ranks:
         return
-    for module, call, _ in facts.calls():
+    for module, call, _ in facts.reported_calls:
         name = facts.collective(module, call) or _sharded_state(facts, module, call)
         inner = None
         if not name:
@@ -99,7 +99,7 @@ def left_early(facts: Facts) -> Iterator[Report]:
     """Find loops with collectives that a rank leaves, or whose rest it skips, for a reason of its own."""
     if not facts.has_group and not facts.accelerate and not facts.fabric:
         return
-    for module in facts.project.modules:
+    for module in facts.reported:
         for node in module.nodes:
             if not isinstance(node, ast.Break | ast.Continue | ast.Return):
                 continue
@@ -179,7 +179,7 @@ def _is_of_loss(facts: Facts, module: Module, test: ast.expr, loop: ast.AST) -> 
     ):
         return False
     # a loss that was reduced in the loop is the same on all ranks
-    body = ast.Module(body=[*getattr(loop, "body", [])], type_ignores=[])
+    body = body_of(loop)
     return not any(
         isinstance(item, ast.Call)
         and ("reduce" in method(item) or "gather" in method(item) or facts.collective(module, item))
@@ -188,7 +188,7 @@ def _is_of_loss(facts: Facts, module: Module, test: ast.expr, loop: ast.AST) -> 
 
 
 def _communicates(facts: Facts, module: Module, loop: ast.AST, leaving: ast.AST) -> bool:
-    body = ast.Module(body=[*getattr(loop, "body", [])], type_ignores=[])
+    body = body_of(loop)
     if next(iter(facts.collectives_below(module, body)), None) is not None:
         return True
     is_parallel = any(wrap.kind != "dp" for wrap in facts.wraps) or facts.accelerate or facts.fabric or facts.horovod
@@ -199,7 +199,7 @@ def in_handler(facts: Facts) -> Iterator[Report]:
     """Find collectives in handlers of exceptions, and handlers that swallow what interrupts a backward."""
     if not facts.has_ranks:
         return
-    for module in facts.project.modules:
+    for module in facts.reported:
         for node in module.nodes:
             if not isinstance(node, ast.Try):
                 continue
@@ -257,7 +257,7 @@ def _trains(facts: Facts, module: Module, node: ast.Try) -> bool:
 
 def around_wrapper(facts: Facts) -> Iterator[Report]:
     """Find training steps that call the model inside DDP instead of DDP."""
-    for module, call, _ in facts.calls():
+    for module, call, _ in facts.reported_calls:
         func = call.func
         if isinstance(func, ast.Attribute) and func.attr == "forward":
             func = func.value

@@ -15,7 +15,7 @@ def evaluated_on_one_rank(facts: Facts) -> Iterator[Report]:
     if not (facts.has_group or facts.accelerate or facts.fabric):
         return
     seen: set[int] = set()
-    for module, call, _ in facts.calls():
+    for module, call, _ in facts.reported_calls:
         if not facts.ranks.runs_on_ranks(module, call):
             continue
         found = facts.ranks.local_guard(module, call)

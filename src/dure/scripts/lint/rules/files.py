@@ -53,7 +53,7 @@ def written_by_all(facts: Facts) -> Iterator[Report]:
     """Find files that all ranks write under one name."""
     if not (facts.has_group or facts.accelerate or facts.fabric) or not facts.is_entry:
         return
-    for module, call, name in facts.calls():
+    for module, call, name in facts.reported_calls:
         what = _written(facts, module, call, name)
         if what is None or not _is_of_all(facts, module, call) or _is_ordered(facts, module, call):
             continue
@@ -237,11 +237,11 @@ def read_before_written(facts: Facts) -> Iterator[Report]:
     if not (facts.has_group or facts.accelerate or facts.fabric):
         return
     for module, call, name in facts.calls():
-        found = facts.ranks.local_guard(module, call)
-        if found is None or found[0] != "some" or found[1].is_exit or not facts.ranks.runs_on_ranks(module, call):
-            continue
         key = _key(module, call, name)
         if key is None:
+            continue
+        found = facts.ranks.local_guard(module, call)
+        if found is None or found[0] != "some" or found[1].is_exit or not facts.ranks.runs_on_ranks(module, call):
             continue
         reading = _read_later(facts, module, call, key)
         if reading is not None:
@@ -320,7 +320,7 @@ def loaded_without_place(facts: Facts) -> Iterator[Report]:
     """Find checkpoints that every rank loads onto the device that saved them."""
     if not facts.has_ranks or not facts.on_accelerators:
         return
-    for module, call, name in facts.calls():
+    for module, call, name in facts.reported_calls:
         if name != "torch.load" or not call.args or len(call.args) > 1 or keyword(call, "map_location") is not None:
             continue
         if any(item.arg is None for item in call.keywords) or not facts.ranks.runs_on_ranks(module, call):
@@ -391,7 +391,7 @@ def saved_with_wrapper(facts: Facts) -> Iterator[Report]:
     """Find checkpoints whose names begin with `module.` because the wrapper was saved."""
     if facts.deepspeed or facts.accelerate or facts.fabric:
         return
-    for module, call, _name in facts.calls():
+    for module, call, _name in facts.reported_calls:
         if method(call) != "state_dict" or not isinstance(call.func, ast.Attribute) or call.args or call.keywords:
             continue
         owner = call.func.value

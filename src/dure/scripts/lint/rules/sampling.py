@@ -221,7 +221,7 @@ def _set_epoch(facts: Facts, module: Module, call: ast.Call, loop: tuple[Module,
 
 def peeked(facts: Facts) -> Iterator[Report]:
     """Find iterators of a loader that are made in each epoch for one look at a batch."""
-    for module, call, name in facts.calls():
+    for module, call, name in facts.reported_calls:
         inner = call.args[0] if name == "next" and call.args else None
         if not (isinstance(inner, ast.Call) and plain_name(inner.func) == "iter" and inner.args):
             continue

@@ -91,7 +91,7 @@ def on_all_interfaces(facts: Facts) -> Iterator[Report]:
     )
     done = set()
     found: list[tuple[Module, ast.AST, str]] = [(m, node, host) for m, node, host, _, _ in _addresses(facts)]
-    for module in facts.project.modules if facts.has_ranks else ():
+    for module in facts.reported if facts.has_ranks else ():
         for node, name, value in _variables(module):
             text = constant(value)
             is_checked = any(_is_unset(g.test) for g in facts.ranks.guards(module, node))
@@ -147,7 +147,7 @@ def fixed_port(facts: Facts) -> Iterator[Report]:
             done.add(node)
             more = what.replace("into the script", "into the flag's default") if is_default else what
             yield Report(module=module, node=node, what=more, cure=cure)
-    for module in facts.project.modules:
+    for module in facts.reported:
         for place, name, value in _variables(module):
             if name != "MASTER_PORT" or not _is_number(facts, module, value) or not facts.has_ranks:
                 continue
@@ -294,7 +294,7 @@ def too_many_workers(facts: Facts) -> Iterator[Report]:
     """Find loaders of each rank that start as many processes as the host has cores, or many."""
     if not facts.has_ranks:
         return
-    for module, call, name in facts.calls():
+    for module, call, name in facts.reported_calls:
         if last(name) not in ("DataLoader", "MultiEpochsDataLoader"):
             continue
         value = argument(call, "num_workers", 5)

@@ -243,7 +243,7 @@ def _is_counter(module: Module, guard: Guard) -> bool:
 
 def clipped_before_unscaled(facts: Facts) -> Iterator[Report]:
     """Find clipping of gradients that a scaler has multiplied."""
-    for module, call, name in facts.calls():
+    for module, call, name in facts.reported_calls:
         if last(name) not in ("clip_grad_norm_", "clip_grad_value_", "clip_grad_norm"):
             continue
         scope = module.scope_of(call)

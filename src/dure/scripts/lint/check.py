@@ -11,7 +11,7 @@ from pathlib import Path
 from dure.errors import Misuse
 from dure.scripts.lint.facts import Facts
 from dure.scripts.lint.finding import SEVERITIES, VERSION, Finding, finding_of
-from dure.scripts.lint.modules import Module
+from dure.scripts.lint.modules import Module, is_script
 from dure.scripts.lint.project import Project
 from dure.scripts.lint.rules.table import RULES
 from dure.scripts.lint.source import Source, python_files, read_source
@@ -75,7 +75,10 @@ def _check_folder(folder: Path) -> Checked:
         raise Misuse(f"no file of {one_line(folder)} can be read: {unreadable[0]}{more}")
     findings = []
     for group in connected(modules):
-        findings += checked(group)
+        try:
+            findings += checked(group)
+        except Misuse as fault:  # one script's, which is no reason to leave out the others
+            unreadable.append(str(fault))
     return Checked(findings=tuple(sorted(findings, key=_place)), num_files=len(modules), unreadable=tuple(unreadable))
 
 
@@ -89,7 +92,9 @@ def connected(modules: list[Module]) -> Iterator[list[Module]]:
     uses = {module: list(_uses(project, module)) for module in modules}
     used = {other for others in uses.values() for other in others}
     reported: set[Module] = set()
-    scripts = [module for module in modules if module not in used or _is_script(module)]
+    scripts = [module for module in modules if module not in used or is_script(module)]
+    # a module that several scripts use is reported for the first: one that has to do with ranks
+    scripts.sort(key=lambda module: _PARALLEL.search(module.source.text) is None)
     for script in [*scripts, *(m for m in modules if m not in scripts)]:
         if script in reported:
             continue
@@ -108,13 +113,6 @@ def connected(modules: list[Module]) -> Iterator[list[Module]]:
         ):
             yield group
         reported.update(group)
-
-
-def _is_script(module: Module) -> bool:
-    return any(
-        getattr(getattr(getattr(node, "test", None), "left", None), "id", "") == "__name__"
-        for node in module.source.tree.body
-    )
 
 
 def _uses(project: Project, module: Module) -> Iterator[Module]:

@@ -14,6 +14,7 @@ from dure.scripts.lint.modules import (
     below,
     body_of,
     constant,
+    is_script,
     keyword,
     last,
     method,
@@ -45,6 +46,8 @@ OPTIMIZERS = {
     "SparseAdam", "FusedAdam", "FusedLAMB", "LAMB", "Lion", "FusedSGD", "ZeroRedundancyOptimizer", "LARS", "AdamW8bit",
     "Adafactor", "create_optimizer", "BertAdam", "Ranger", "DistributedFusedAdam", "Muon",
 }  # fmt: skip
+_PASSED_ON = ("tqdm", "enumerate", "iter", "islice", "trange")
+"""Functions that yield the items of their first argument."""
 EVALUATING = ("eval", "valid", "test", "infer", "predict", "score", "val")
 
 
@@ -124,12 +127,17 @@ class Facts:
     @cached_property
     def accelerate(self) -> bool:
         """Return whether Accelerate starts the ranks and divides the data."""
-        return "Accelerator" in self.names and self.uses("accelerate")
+        return self.uses("accelerate") and any(
+            last(name) == "Accelerator" and self.is_reached(module, call) for module, call, name in self.calls()
+        )
 
     @cached_property
     def fabric(self) -> bool:
         """Return whether Lightning Fabric does."""
-        return (self.uses("lightning") or self.uses("lightning_fabric")) and "Fabric" in self.names
+        if not (self.uses("lightning") or self.uses("lightning_fabric")) or "Fabric" not in self.names:
+            return False
+        made = [call for module, call, name in self.calls() if last(name) == "Fabric" and self.is_reached(module, call)]
+        return any(constant(keyword(call, "devices")) != 1 for call in made) or not made
 
     @cached_property
     def lightning(self) -> bool:
@@ -152,11 +160,50 @@ class Facts:
         return self.uses("horovod") or self.uses(HOROVOD_FACE)
 
     @cached_property
+    def _reached(self) -> set[ast.AST] | None:
+        """Functions and classes that the script names, or that such ones name; None for all, without a script.
+
+        A package has modules for one process and for many, and a script that imports it uses some of them.
+        """
+        script, *others = self.project.modules
+        if not others or not is_script(script):
+            return None
+        by_name: dict[str, list[ast.AST]] = {}
+        for module in others:
+            for name, definition in (*module.functions.items(), *module.classes.items()):
+                by_name.setdefault(name, []).append(definition)
+        found: set[ast.AST] = {*script.functions.values(), *script.classes.values()}
+        pending = [words(script.source.tree), *(self._top_level_words(module) for module in others)]
+        while pending:
+            for name in pending.pop():
+                for definition in by_name.pop(name, ()):
+                    found.add(definition)
+                    pending.append(words(definition))
+        return found
+
+    @staticmethod
+    def _top_level_words(module: Module) -> set[str]:
+        """Return the names in what runs when a module is imported."""
+        return {
+            item.id if isinstance(item, ast.Name) else item.attr
+            for item in below(module.source.tree, into_functions=False)
+            if isinstance(item, ast.Name | ast.Attribute)
+        }
+
+    def is_reached(self, module: Module, node: ast.AST) -> bool:
+        """Return whether the script may run a place, as far as names say."""
+        if self._reached is None or module is self.project.modules[0]:
+            return True
+        definitions = [above for above in module.above(node) if isinstance(above, (*FUNCTIONS, ast.ClassDef))]
+        return not definitions or definitions[-1] in self._reached
+
+    @cached_property
     def has_group(self) -> bool:
         """Return whether a process group is opened or a model wrapped for several processes by the script itself."""
         opens = any(
             last(name) in ("init_process_group", "init_distributed_mode", "init_distributed", "init_distributed_device")
-            for _, _, name in self.calls()
+            and self.is_reached(module, call)
+            for module, call, name in self.calls()
         )
         if self.lightning and not any(last(name) == "init_process_group" for _, _, name in self.calls()):
             return False
@@ -204,7 +251,8 @@ class Facts:
         found = []
         for module, call, name in self.calls():
             kind = self._kind(last(name))
-            if kind and (call.args or keyword(call, "module") is not None) and not self._is_own_class(module, call):
+            has_model = call.args or keyword(call, "module") is not None
+            if kind and has_model and not self._is_own_class(module, call) and self.is_reached(module, call):
                 found.append(Wrap(call, module, kind, argument(call, "module", 0)))
         return found
 
@@ -488,22 +536,25 @@ def is_backward(call: ast.Call) -> bool:
     return not plain_name(call.func).startswith(("torch.autograd.Function", "ctx.", "super."))
 
 
-def _iterated(module: Module, node: ast.expr) -> list[ast.expr]:
-    """Return what a loop takes its items from, without `enumerate`, `tqdm`, `zip` and the like."""
+def _iterated(module: Module, node: ast.expr, seen: tuple[ast.expr, ...] = ()) -> list[ast.expr]:
+    """Return what a loop takes its items from, without `enumerate`, `tqdm`, `zip` and the like.
+
+    `seen` are the values that have led here: in `loader = tqdm(loader)` a name leads to itself.
+    """
     while isinstance(node, ast.Call):
         if isinstance(node.func, ast.Attribute) and method(node) in ("log_every", "track"):
             return [node.args[0]] if node.args else []
         if not node.args or method(node) == "range":
             return []
         if method(node) == "zip":
-            return [item for arg in node.args for item in _iterated(module, arg)]
+            return [item for arg in node.args for item in _iterated(module, arg, seen)]
         node = node.args[0]
     if isinstance(node, ast.Name):  # pbar = tqdm(loader)
         for scope in (module.scope_of(node), module.source.tree):
             for assignment in module.names.get(scope, {}).get(node.id, []):
                 value = assignment.value
-                if isinstance(value, ast.Call) and method(value) in ("tqdm", "enumerate", "iter", "islice", "trange"):
-                    return _iterated(module, value)
+                if isinstance(value, ast.Call) and method(value) in _PASSED_ON and value not in seen:
+                    return _iterated(module, value, (*seen, value))
     return [node]
 
 

@@ -211,6 +211,14 @@ class Module:
         return found
 
 
+def is_script(module: Module) -> bool:
+    """Return whether a module is made to be started: it tests for `__main__`."""
+    return any(
+        getattr(getattr(getattr(node, "test", None), "left", None), "id", "") == "__name__"
+        for node in module.source.tree.body
+    )
+
+
 def plain_name(node: ast.AST) -> str:
     """Return a name with its attributes as `a.b.c`; an empty string if something else has the attributes."""
     parts = []

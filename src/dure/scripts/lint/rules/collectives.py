@@ -74,9 +74,16 @@ def _collective_of_callee(facts: Facts, module: Module, call: ast.Call) -> str |
             if isinstance(item, ast.Call) and (name := facts.collective(other, item)):
                 if name in ("new_group", "init_device_mesh"):
                     continue
-                if _guarded(facts, other, item) is None and not facts.ranks.is_single(other, item):
+                is_for_all = _guarded(facts, other, item) is None and not facts.ranks.is_single(other, item)
+                if is_for_all and not _asks_for_parameter(facts, other, function, item):
                     return name
     return None
+
+
+def _asks_for_parameter(facts: Facts, module: Module, function: Function, node: ast.AST) -> bool:
+    """Return whether a place depends on an argument: who calls the function may give it as its own test says."""
+    names = {argument.arg for argument in (*function.args.args, *function.args.kwonlyargs)} - {"self"}
+    return any(words(guard.test) & names for guard in facts.ranks.guards(module, node))
 
 
 def _is_in_both(facts: Facts, module: Module, call: ast.Call) -> bool:

@@ -333,6 +333,8 @@ def loaded_without_place(facts: Facts) -> Iterator[Report]:
             continue
         if not _is_checkpoint(facts, module, call) or not facts.is_about_ranks(module):
             continue
+        if _is_named_by_rank(facts, module, call.args[0]):  # this rank has saved it
+            continue
         edits = with_argument(module, call, 'map_location="cpu"')
         yield Report(
             module=module,
@@ -385,6 +387,20 @@ def _is_harmless(module: Module, use: ast.AST) -> bool:
     words_ = ("epoch", "step", "iter", "best", "args", "arch", "config", "batch", "cfg", "loss", "acc", "EPOCHS_RUN")
     is_count = isinstance(key, str) and any(word.lower() in key.lower() for word in words_)
     return is_count or isinstance(above, ast.Compare)
+
+
+def _is_named_by_rank(facts: Facts, module: Module, path: ast.expr, depth: int = 3) -> bool:
+    """Return whether the number of the rank is part of a path."""
+    if facts.ranks.depends_on_rank(module, path):
+        return True
+    return depth > 0 and any(
+        origin.node is not name
+        and isinstance(origin.node, ast.expr)
+        and _is_named_by_rank(facts, origin.module, origin.node, depth - 1)
+        for name in subtree(path)
+        if isinstance(name, ast.Name) and isinstance(name.ctx, ast.Load)
+        for origin in facts.project.origins(module, name)
+    )
 
 
 def saved_with_wrapper(facts: Facts) -> Iterator[Report]:

@@ -5,6 +5,7 @@ from pathlib import Path
 from dure.scripts.lint.check import checked
 from dure.scripts.lint.finding import Finding
 from dure.scripts.lint.modules import Module
+from dure.scripts.lint.project import Project
 from dure.scripts.lint.source import parsed
 
 START = """\
@@ -32,7 +33,7 @@ def findings_of(**files: str) -> list[Finding]:
         Module(source=parsed(text, Path(f"{name}.py"), f"{name}.py"), dotted=tuple(name.split(".")))
         for name, text in files.items()
     ]
-    return checked(modules)
+    return checked(Project(modules))
 
 
 def rules_in(text: str, **files: str) -> list[str]:

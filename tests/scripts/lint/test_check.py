@@ -1,15 +1,22 @@
 """Check of files and folders: what is read, what is silenced, what is refused."""
 
+import ast
 import os
 import socket
+from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from dure.errors import Misuse
 from dure.scripts.lint.check import check
+from dure.scripts.lint.facts import Facts
+from dure.scripts.lint.finding import Report
+from dure.scripts.lint.project import Project
+from dure.scripts.lint.rules.table import RULES
 from dure.scripts.lint.source import MOST_BYTES
-from tests.scripts.lint.projects import findings_of, rules_in, script
+from tests.scripts.lint.projects import END, START, findings_of, rules_in, script
 
 ALL_WRITE = 'torch.save(model.state_dict(), "model.pt")\n'
 
@@ -154,3 +161,97 @@ def test_check_when_it_reads_a_socket_then_it_is_refused(tmp_path: Path, monkeyp
     with socket.socket(socket.AF_UNIX) as listener:
         listener.bind("s.py")
         assert "cannot be read" in refusal(Path("s.py"))
+
+
+def test_loader_when_a_name_leads_to_itself_then_the_script_is_read() -> None:
+    text = "loader = make()\nloader = tqdm(loader)\nitems = enumerate(iter(items))\n"
+    assert (
+        rules_in(script(f"{text}for batch in loader:\n    model(batch)\nfor batch in items:\n    model(batch)\n")) == []
+    )
+
+
+def test_folder_when_a_rule_cannot_follow_one_script_then_the_others_are_checked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("one", "two"):
+        (tmp_path / f"{name}.py").write_text(script(ALL_WRITE) + ("endless()\n" if name == "one" else ""))
+
+    def follow(facts: Facts) -> Iterator[Report]:
+        if "endless" in facts.names:
+            raise RecursionError
+        return iter(())
+
+    monkeypatch.setattr("dure.scripts.lint.check.RULES", [replace(RULES[0], check=follow), *RULES[1:]])
+    result = check(tmp_path)
+    assert [Path(finding.file).name for finding in result.findings] == ["two.py"]
+    assert [text for text in result.unreadable if "one.py is nested too deeply" in text] == list(result.unreadable)
+
+
+MAIN = "if __name__ == '__main__':\n    train()\n"
+STEPS = """def train():
+    model = {model}
+    for index, batch in enumerate(loader, 1):
+        (criterion(model(batch)) / 4).backward()
+        if index % 4 == 0:
+            optimizer.step()
+            optimizer.zero_grad()
+"""
+
+
+def test_package_when_a_script_uses_no_ranks_then_faults_of_ranks_are_not_its_own(tmp_path: Path) -> None:
+    """Scripts for one device and for many share a module that opens a process group and wraps models."""
+    shared = (
+        START.replace("\n\n", "\n\n\ndef begin():\n    ")
+        .replace("\nrank", "\n    rank")
+        .replace("\ndevice", "\n    device")
+    )
+    shared += "\n\ndef wrap(model):\n    begin()\n    return DDP(model)\n\n\ndef count(model):\n    return 3\n"
+    (tmp_path / "shared.py").write_text(shared + END)
+    (tmp_path / "a_single.py").write_text(
+        f"import torch\nfrom shared import count\n{STEPS.format(model='count(net)')}{MAIN}"
+    )
+    (tmp_path / "b_many.py").write_text(
+        f"import torch.distributed\nfrom shared import wrap\n{STEPS.format(model='wrap(net)')}{MAIN}"
+    )
+    found = [(Path(finding.file).name, finding.rule) for finding in check(tmp_path).findings]
+    assert ("b_many.py", "DURE602") in found
+    assert not [rule for name, rule in found if name == "a_single.py"]
+    assert check(tmp_path / "a_single.py").findings == ()
+
+
+def test_package_when_many_scripts_share_modules_then_each_call_is_followed_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The time for a folder does not grow with the number of pairs of scripts and modules."""
+    body = "".join(f"def f{number}(x):\n    return g{number}(x, a.b.c[x])\n\n\n" for number in range(40))
+    for number in range(12):
+        (tmp_path / f"lib{number}.py").write_text(f"import torch.distributed as dist\n\n\n{body}")
+        imports = "".join(f"from lib{other} import f1\n" for other in range(12))
+        (tmp_path / f"script{number}.py").write_text(f"{imports}{script('f1(3)' + chr(10))}{MAIN}")
+    linked: list[object] = []
+    link = Project._link
+    monkeypatch.setattr(Project, "_link", lambda *given: (linked.append(given), link(*given)))
+    check(tmp_path)
+    calls = [node for file in tmp_path.iterdir() for node in ast.walk(ast.parse(file.read_text()))]
+    assert len(linked) == sum(isinstance(node, ast.Call) for node in calls)
+
+
+def test_checkpoint_when_its_name_has_the_rank_then_its_place_is_this_ranks() -> None:
+    own = 'name = f"part{rank}.pt"\npath = os.path.join(folder, name)\nstate = torch.load(path)\n'
+    use = "model.load_state_dict(state)\n"
+    assert rules_in(script(own + use)) == []
+    assert rules_in(script(own.replace("{rank}", "") + use)) == ["DURE403"]
+
+
+def test_collective_when_an_argument_decides_on_it_then_its_caller_is_not_blamed() -> None:
+    text = "def load(everywhere):\n    if everywhere:\n        dist.barrier()\n\n\n"
+    text += "if everywhere or rank == 0:\n    load(everywhere)\n"
+    assert rules_in(script(text)) == []
+    assert rules_in(script(text.replace("    if everywhere:\n    ", ""))) == ["DURE201"]
+
+
+def test_handler_when_the_loop_makes_no_step_then_it_measures_something() -> None:
+    text = "model = DDP(net)\nfor module in modules:\n    try:\n        model(x).sum().backward()\n"
+    text += "    except Exception:\n        pass\n"
+    assert rules_in(script(text)) == []
+    assert rules_in(script(f"{text}    optimizer.step()\n")) == ["DURE203"]

@@ -4,6 +4,7 @@ from pathlib import Path
 
 from dure.scripts.lint.check import checked
 from dure.scripts.lint.modules import Module
+from dure.scripts.lint.project import Project
 from dure.scripts.lint.rules.table import RULES
 from dure.scripts.lint.sarif import to_sarif
 from dure.scripts.lint.source import parsed
@@ -11,7 +12,7 @@ from tests.scripts.lint.projects import START
 
 
 def log_of(text: str, name: str) -> dict:
-    return to_sarif(checked([Module(source=parsed(text, Path(name), name), dotted=("train",))]), "1.0")
+    return to_sarif(checked(Project([Module(source=parsed(text, Path(name), name), dotted=("train",))])), "1.0")
 
 
 def test_sarif_when_there_are_findings_then_each_names_its_rule_and_place() -> None:

@@ -57,7 +57,7 @@ def check(path: Path) -> Checked:
     source = read_source(path, str(path))
     module = Module(source=source, dotted=(path.stem,))
     modules = [module, *_imported(module, path)]
-    return Checked(findings=tuple(checked(modules)), num_files=1, unreadable=())
+    return Checked(findings=tuple(checked(Project(modules))), num_files=1, unreadable=())
 
 
 def _check_folder(folder: Path) -> Checked:
@@ -74,9 +74,10 @@ def _check_folder(folder: Path) -> Checked:
         more = f" (and {len(unreadable) - 1} more)" if len(unreadable) > 1 else ""
         raise Misuse(f"no file of {one_line(folder)} can be read: {unreadable[0]}{more}")
     findings = []
-    for group in connected(modules):
+    project = Project(modules)
+    for group in connected(project):
         try:
-            findings += checked(group)
+            findings += checked(project.part(group))
         except Misuse as fault:  # one script's, which is no reason to leave out the others
             unreadable.append(str(fault))
     return Checked(findings=tuple(sorted(findings, key=_place)), num_files=len(modules), unreadable=tuple(unreadable))
@@ -86,9 +87,9 @@ def _place(finding: Finding) -> tuple[str, int, int, str]:
     return finding.file, finding.line, finding.column, finding.rule
 
 
-def connected(modules: list[Module]) -> Iterator[list[Module]]:
+def connected(project: Project) -> Iterator[list[Module]]:
     """Yield for each script of a folder the modules that it imports; what no script imports is a script."""
-    project = Project(modules)
+    modules = project.modules
     uses = {module: list(_uses(project, module)) for module in modules}
     used = {other for others in uses.values() for other in others}
     reported: set[Module] = set()
@@ -156,16 +157,16 @@ def _file_of(folder: Path, parts: Collection[str]) -> Path | None:
     return None
 
 
-def checked(modules: list[Module]) -> list[Finding]:
+def checked(project: Project) -> list[Finding]:
     """Return the findings in modules that belong together."""
-    facts = Facts(Project(modules))
+    facts = Facts(project)
     found: dict[tuple[str, int, str], Finding] = {}
     silenced: dict[Source, dict[int, set[str]]] = {}
     for rule in RULES:
         try:
             reports = list(rule.check(facts))
         except RecursionError:
-            name = one_line(modules[0].source.name)
+            name = one_line(project.modules[0].source.name)
             raise Misuse(f"{name} is nested too deeply to be read; divide its longest expression") from None
         for report in reports:
             if report.module.is_context:

@@ -8,6 +8,7 @@ from typing import NamedTuple
 from dure.scripts.lint.modules import (
     ACCELERATORS,
     FUNCTIONS,
+    LOOPS,
     Function,
     Module,
     argument,
@@ -82,8 +83,8 @@ class Facts:
         self.project = project
         self.ranks = Ranks(project)
         self._evaluates: dict[ast.AST, bool] = {}
-        self._backward: dict[tuple[ast.AST, int], bool] = {}
-        self._evaluating: dict[Function, bool] = {}
+        self._backward: dict[tuple[ast.AST, int], bool] = project.kept.setdefault("backward", {})
+        self._evaluating: dict[Function, bool] = project.kept.setdefault("evaluating", {})
         self._about_ranks: dict[Module, bool] = {}
 
     def calls(self) -> list[tuple[Module, ast.Call, str]]:
@@ -170,7 +171,8 @@ class Facts:
             return None
         by_name: dict[str, list[ast.AST]] = {}
         for module in others:
-            for name, definition in (*module.functions.items(), *module.classes.items()):
+            definitions: list[tuple[str, ast.AST]] = [*module.functions.items(), *module.classes.items()]
+            for name, definition in definitions:
                 by_name.setdefault(name, []).append(definition)
         found: set[ast.AST] = {*script.functions.values(), *script.classes.values()}
         pending = [words(script.source.tree), *(self._top_level_words(module) for module in others)]
@@ -368,17 +370,11 @@ class Facts:
     @cached_property
     def iterations(self) -> list[tuple[Module, ast.AST, ast.expr]]:
         """Loops over something, each with what is iterated: the loader inside `enumerate`, `tqdm` and the like."""
-        found: list[tuple[Module, ast.AST, ast.expr]] = []
+        kept = self.project.kept.setdefault("iterations", {})
         for module in self.project.modules:
-            for node in module.nodes:
-                if isinstance(node, ast.For | ast.AsyncFor):
-                    found += [(module, node, source) for source in _iterated(module, node.iter)]
-                elif isinstance(node, ast.Call) and method(node) == "next" and node.args:
-                    loops = module.loops_of(node)
-                    source = node.args[0]
-                    if loops:
-                        found += [(module, loops[0], item) for item in _iterated(module, source)]
-        return found
+            if module not in kept:
+                kept[module] = list(_iterations(module))
+        return [item for module in self.project.modules for item in kept[module]]
 
     def samplers_behind(self, module: Module, node: ast.expr) -> list[tuple[Module, ast.Call, str]]:
         """Return the samplers that a value may be."""
@@ -405,26 +401,27 @@ class Facts:
     @cached_property
     def step_loops(self) -> list[tuple[Module, ast.AST]]:
         """Innermost loops that compute gradients: one pass is one microbatch."""
-        found: list[tuple[Module, ast.AST]] = []
+        kept = self.project.kept.setdefault("step loops", {})
         for module in self.project.modules:
-            for node in module.nodes:
-                if isinstance(node, ast.For | ast.While | ast.AsyncFor) and self.has_backward(module, body_of(node)):
-                    inner = [
-                        item
-                        for item in below(node)
-                        if item is not node
-                        and isinstance(item, ast.For | ast.While | ast.AsyncFor)
-                        and self.has_backward(module, body_of(item))
-                    ]
-                    called = [
-                        item
-                        for other, function in self.project.called_functions(body_of(node))
-                        for item in subtree(function)
-                        if isinstance(item, ast.For | ast.While) and self.has_backward(other, body_of(item))
-                    ]
-                    if not inner and not called:
-                        found.append((module, node))
-        return found
+            if module not in kept:
+                kept[module] = list(self._step_loops_of(module))
+        return [item for module in self.project.modules for item in kept[module]]
+
+    def _step_loops_of(self, module: Module) -> Iterator[tuple[Module, ast.AST]]:
+        for node in module.nodes:
+            if not isinstance(node, LOOPS) or not self.has_backward(module, body_of(node)):
+                continue
+            has_inner = any(
+                item is not node and isinstance(item, LOOPS) and self.has_backward(module, body_of(item))
+                for item in below(node)
+            )
+            is_outside = has_inner or any(
+                isinstance(item, ast.For | ast.While) and self.has_backward(other, body_of(item))
+                for other, function in self.project.called_functions(body_of(node))
+                for item in subtree(function)
+            )
+            if not is_outside:
+                yield module, node
 
     def in_training(self, module: Module, node: ast.AST) -> bool:
         """Return whether a place is in a step loop or in a function that such a loop calls."""
@@ -534,6 +531,17 @@ def is_backward(call: ast.Call) -> bool:
     if not isinstance(call.func, ast.Attribute) or call.func.attr not in ("backward", "manual_backward"):
         return False
     return not plain_name(call.func).startswith(("torch.autograd.Function", "ctx.", "super."))
+
+
+def _iterations(module: Module) -> Iterator[tuple[Module, ast.AST, ast.expr]]:
+    """Yield the loops of a module, each with what is iterated."""
+    for node in module.nodes:
+        if isinstance(node, ast.For | ast.AsyncFor):
+            yield from ((module, node, source) for source in _iterated(module, node.iter))
+        elif isinstance(node, ast.Call) and method(node) == "next" and node.args:
+            loops = module.loops_of(node)
+            if loops:
+                yield from ((module, loops[0], item) for item in _iterated(module, node.args[0]))
 
 
 def _iterated(module: Module, node: ast.expr, seen: tuple[ast.expr, ...] = ()) -> list[ast.expr]:

@@ -1,8 +1,9 @@
 """Project: modules with the calls between them, and where values come from."""
 
 import ast
+import copy
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from dure.scripts.lint.modules import (
     FUNCTIONS,
@@ -83,9 +84,24 @@ class Project:
             for node in module.nodes:
                 if isinstance(node, FUNCTIONS):
                     self.module_of[node] = module
+        self.kept: dict[str, dict[Any, Any]] = {}
+        """Results of rules' questions that depend only on what is called, and so are the same in each part."""
         for module in self.modules:
             for call in module.calls:
                 self._link(module, call)
+
+    def part(self, modules: Sequence[Module]) -> "Project":
+        """Return the project of some modules, which shares what does not depend on who calls whom."""
+        part = copy.copy(self)
+        part.modules = list(modules)
+        members = set(modules)
+        part.sites = {
+            function: own
+            for function, sites in self.sites.items()
+            if (own := [site for site in sites if site.module in members])
+        }
+        part._origins = {}
+        return part
 
     # --- names of the project
 

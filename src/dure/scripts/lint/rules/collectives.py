@@ -254,9 +254,16 @@ def _swallows(handler: ast.ExceptHandler) -> bool:
 def _trains(facts: Facts, module: Module, node: ast.Try) -> bool:
     body = ast.Module(body=[*node.body], type_ignores=[])
     is_parallel = any(wrap.kind != "dp" for wrap in facts.wraps) or facts.horovod or facts.accelerate
-    return is_parallel and bool(module.loops_of(node)) and any(
-        isinstance(item, ast.Call) and method(item) == "backward" for item in subtree(body)
-    )  # fmt: skip
+    loops = module.loops_of(node)
+    if not is_parallel or not loops:
+        return False
+    has_backward = any(isinstance(item, ast.Call) and method(item) == "backward" for item in subtree(body))
+    # without a step the loop measures something
+    return has_backward and any(
+        isinstance(item, ast.Call) and "step" in method(item)
+        for _, part in facts.project.with_called(module, loops[-1])
+        for item in subtree(part)
+    )
 
 
 # --- around DDP

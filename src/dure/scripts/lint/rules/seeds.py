@@ -117,7 +117,7 @@ def _augmentation(facts: Facts) -> str | None:
         if (
             leaf.startswith(DRAWING)
             and not leaf.endswith(("Sampler", "Split"))
-            and leaf != "RandomState"
+            and leaf not in ("Random", "RandomState")  # generators, with seeds of their own
             and leaf[:1].isupper()
         ):
             return leaf

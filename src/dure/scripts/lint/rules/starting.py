@@ -258,11 +258,7 @@ def _is_reached(facts: Facts, module: Module, call: ast.Call) -> bool:
     scope = module.scope_of(call)
     if not isinstance(scope, FUNCTIONS) or module.class_of(call) is not None or facts.project.sites.get(scope):
         return True
-    return any(
-        isinstance(node, ast.Name | ast.Attribute) and last(plain_name(node)) == scope.name
-        for other in facts.project.modules
-        for node in other.nodes
-    )
+    return scope.name in facts.words
 
 
 def _destroyed(facts: Facts, module: Module, call: ast.Call) -> tuple[Edit, ...]:

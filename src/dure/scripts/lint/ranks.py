@@ -234,6 +234,8 @@ class Ranks:
         name = last(plain_name(test))
         if name and names_main(name):
             return "some"
+        if isinstance(test, ast.Attribute) and (returned := self._property(module, test)) is not None:
+            return self.who(returned[0], returned[1], depth + 2)
         if name in RANK_NAMES and not isinstance(test, ast.Call):
             return "others"
         if name and ("device", id(test)) not in self._under_way:
@@ -248,6 +250,17 @@ class Ranks:
             finally:
                 self._under_way.discard(("device", id(test)))
         return None
+
+    def _property(self, module: Module, node: ast.Attribute) -> tuple[Module, ast.expr] | None:
+        """Return what a property of `self` returns, if it is one that returns a single value."""
+        cls = module.class_of(node)
+        if cls is None or plain_name(node.value) != "self":
+            return None
+        found = self.project.method_of(module, cls, node.attr)
+        if found is None or not any("property" in last(plain_name(item)) for item in found[1].decorator_list):
+            return None
+        returns = [item.value for item in subtree(found[1]) if isinstance(item, ast.Return) and item.value is not None]
+        return (found[0], returns[0]) if len(returns) == 1 else None
 
     def _who_compare(self, module: Module, test: ast.Compare) -> Who | None:
         left, op, right = test.left, test.ops[0], test.comparators[0]

@@ -259,6 +259,7 @@ def _trains(facts: Facts, module: Module, node: ast.Try) -> bool:
         return False
     has_backward = any(isinstance(item, ast.Call) and method(item) == "backward" for item in subtree(body))
     # without a step the loop measures something
+    has_backward = has_backward or facts.has_backward(module, body)
     return has_backward and any(
         isinstance(item, ast.Call) and "step" in method(item)
         for _, part in facts.project.with_called(module, loops[-1])
@@ -315,6 +316,21 @@ def _inner(facts: Facts, module: Module, func: ast.expr) -> tuple[str, str] | No
             wrap = facts.wrap_behind(other, node.value, "ddp fsdp dp")
             if wrap is not None:
                 return wrap.kind, other.source.segment(node.value)
+    return _inner_attribute(facts, module, func)
+
+
+def _inner_attribute(facts: Facts, module: Module, func: ast.expr) -> tuple[str, str] | None:
+    """Return the wrapper of `self.net` that is another attribute, as in `self.model = DDP(self.net)`."""
+    name = plain_name(func)
+    if not name.startswith("self.") or facts.wrap_behind(module, func, "ddp fsdp dp") is not None:
+        return None
+    for wrap in facts.wraps:
+        statement = wrap.module.statement_of(wrap.call)
+        targets = [plain_name(target) for target in getattr(statement, "targets", [])]
+        is_own = wrap.module is module and module.class_of(wrap.call) is module.class_of(func)
+        is_other = any(target.startswith("self.") and target != name for target in targets)
+        if is_own and is_other and wrap.model is not None and plain_name(wrap.model) == name:
+            return wrap.kind, targets[0]
     return None
 
 

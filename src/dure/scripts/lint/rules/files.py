@@ -261,13 +261,12 @@ def _key(module: Module, call: ast.Call, name: str) -> tuple[str, str] | None:
     if name in ("torch.save", "numpy.save", "json.dump", "pickle.dump"):
         position = 0 if name == "numpy.save" else 1
         path = call.args[position] if position < len(call.args) else keyword(call, "f")
-        return ("path", module.source.segment(path)) if path is not None else None
+        return ("path", ast.unparse(path)) if path is not None else None
     if constant(keyword(call, "download")) is True:
         return "data", last(name)
     leaf = last(name).lower()
     is_making = name in ("os.makedirs", "os.mkdir") or any(word in leaf for word in PREPARING)
-    text = module.source.segment(call.args[0]) if call.args else ""
-    return ("argument", text) if is_making and text and "\n" not in text else None
+    return ("argument", ast.unparse(call.args[0])) if is_making and call.args else None
 
 
 def _read_later(facts: Facts, module: Module, call: ast.Call, key: tuple[str, str]) -> ast.Call | None:
@@ -297,18 +296,18 @@ def _read_later(facts: Facts, module: Module, call: ast.Call, key: tuple[str, st
                 return item
         elif key[0] == "argument":
             is_reading = last(name) in READING or "dataset" in last(name).lower()
-            if is_reading and any(_mentions_text(module, arg, key[1]) for arg in item.args):
+            if is_reading and any(_mentions_text(arg, key[1]) for arg in item.args):
                 return item
-        elif last(name) in ("load", "open") and item.args and module.source.segment(item.args[0]) == key[1]:
+        elif last(name) in ("load", "open") and item.args and ast.unparse(item.args[0]) == key[1]:
             if loops and module.loops_of(item)[:1] != loops[:1] and facts.has_backward(module, scope):
                 return item
             return item
     return None
 
 
-def _mentions_text(module: Module, node: ast.expr, text: str) -> bool:
+def _mentions_text(node: ast.expr, text: str) -> bool:
     return any(
-        isinstance(item, ast.Name | ast.Attribute | ast.Constant) and module.source.segment(item) == text
+        isinstance(item, ast.Name | ast.Attribute | ast.Constant) and ast.unparse(item) == text
         for item in subtree(node)
     )
 

@@ -194,7 +194,7 @@ def _names_size(facts: Facts, module: Module, node: ast.AST) -> bool:
     if words(node) & SIZES or any(constant(item) == "WORLD_SIZE" for item in subtree(node)):
         return True
     for item in subtree(node):
-        if isinstance(item, ast.Name):
+        if isinstance(item, ast.Name | ast.Attribute):
             for origin in facts.project.origins(module, item):
                 if not isinstance(origin.node, ast.arg) and words(origin.node) & SIZES:
                     return True

@@ -468,7 +468,8 @@ def _result_of(
     added: set[str] = set()
     for item in below(loop):
         if isinstance(item, ast.AugAssign) and isinstance(item.op, ast.Add):
-            added.add(plain_name(item.target))
+            target = item.target.value if isinstance(item.target, ast.Subscript) else item.target
+            added.add(plain_name(target))
         elif isinstance(item, ast.Call) and method(item) in ("append", "update", "extend", "add_batch", "add"):
             owner = plain_name(item.func.value) if isinstance(item.func, ast.Attribute) else ""
             added.add(owner)

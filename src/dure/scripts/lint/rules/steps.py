@@ -241,6 +241,13 @@ def _is_counter(module: Module, guard: Guard) -> bool:
 # --- clipping
 
 
+def _is_scaler(facts: Facts, module: Module, node: ast.expr) -> bool:
+    """Return whether a value is a GradScaler, by its name or by what it is made of."""
+    return "scaler" in plain_name(node).lower() or any(
+        "GradScaler" in last(name) for _, _, name in facts.project.calls_behind(module, node)
+    )
+
+
 def clipped_before_unscaled(facts: Facts) -> Iterator[Report]:
     """Find clipping of gradients that a scaler has multiplied."""
     for module, call, name in facts.reported_calls:
@@ -253,7 +260,7 @@ def clipped_before_unscaled(facts: Facts) -> Iterator[Report]:
             for item in calls
             if method(item) == "scale"
             and isinstance(item.func, ast.Attribute)
-            and "scaler" in plain_name(item.func.value).lower()
+            and _is_scaler(facts, module, item.func.value)
         ]
         scaled = [item for item in scaled if item.lineno < call.lineno and not _are_apart(facts, module, item, call)]
         if not scaled or any(method(item) == "unscale_" and _is_before(item, call) for item in calls):

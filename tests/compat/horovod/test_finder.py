@@ -101,8 +101,9 @@ def test_horovod_when_a_rank_spawns_processes_then_they_find_it_too(tmp_path: Pa
     assert answer.stdout.split() == ["dure.compat.horovod.common.basics"] * 2, answer.stderr
 
 
-def test_stub_when_imported_in_a_spawned_process_then_is_replaced_by_the_package() -> None:
-    folder = Path(__file__).parents[3] / "src/dure/compat/horovod/spawned"
-    code = "import horovod.torch, horovod; print(horovod.__name__, horovod.torch.__name__)"
+@pytest.mark.parametrize(("library", "module"), [("horovod", "torch"), ("apex", "parallel")])
+def test_stub_when_imported_in_a_spawned_process_then_is_replaced_by_the_package(library: str, module: str) -> None:
+    folder = Path(__file__).parents[3] / f"src/dure/compat/{library}/spawned"
+    code = f"import {library}.{module}, {library}; print({library}.__name__, {library}.{module}.__name__)"
     answer = _run(code, folder)
-    assert answer.stdout.split() == ["dure.compat.horovod", "dure.compat.horovod.torch"], answer.stderr
+    assert answer.stdout.split() == [f"dure.compat.{library}", f"dure.compat.{library}.{module}"], answer.stderr

@@ -30,8 +30,8 @@ line can be proposed.
   `not_fixed_because`.
 
 Only what the source shows is reported. A data set that divides itself, a model whose class is in another package, and
-what is done in a branch for one process are left alone. In a folder, a script has ranks if it names, directly or by what
-it names, a function that opens a process group or wraps a model; modules for many processes beside it do not count.
+what is done in a branch for one process are left alone. In a folder, a script has ranks if it names, directly or
+through what it names, a function that opens a process group or wraps a model; other modules of the folder do not count.
 """
 
 

@@ -34,4 +34,4 @@ def backward_seconds(marks: Sequence[Mark]) -> float | None:
     if not marks:
         return None
     pairs = zip(marks[::2], marks[1::2], strict=True)
-    return sum(StepClock.spans(pair)[0] for pair in pairs)
+    return sum(StepClock.span(begin, end) for begin, end in pairs)

@@ -38,4 +38,11 @@ class StepClock:
         if isinstance(last, float):
             return list(map(operator.sub, marks[1:], marks))
         last.synchronize()
-        return [start.elapsed_time(end) / 1000 for start, end in pairwise(marks)]  # type: ignore[union-attr, arg-type]
+        return [StepClock.span(start, end) for start, end in pairwise(marks)]
+
+    @staticmethod
+    def span(start: Mark, end: Mark) -> float:
+        """Return the seconds between two marks that the device has passed."""
+        if isinstance(start, float):
+            return end - start  # type: ignore[operator]
+        return start.elapsed_time(end) / 1000  # type: ignore[arg-type]

@@ -2,7 +2,6 @@
 
 import copy
 import itertools
-import operator
 from array import array
 from collections import deque
 from collections.abc import Iterator, Mapping
@@ -15,7 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.utils.data import Dataset
 
-from dure.strategies.state.kept_modules import put_back_entries
+from dure.strategies.state.kept_modules import has_same_entries, put_back_entries
 from dure.strategies.state.objects.namespaces import ATOMS, is_users
 from dure.strategies.state.objects.state_places import comparable
 
@@ -23,9 +22,9 @@ LEVELS = 4
 """Maximum nesting of containers and data sets that are searched."""
 _MOST_HELD = 100
 """Maximum number of items of a container that are searched for tensors and data sets."""
-_MOST_CONTENTS = 1_000
+_MOST_CONTENTS = 200
 """Maximum number of containers and arrays of data sets whose contents are recorded."""
-_MOST_ITEMS = 100_000
+_MOST_ITEMS = 1 << 16
 """Maximum number of items of a container whose contents are recorded: labels of many samples, which takes 1 ms."""
 _MOST_BYTES = 1 << 20
 """Maximum size of an array whose contents are recorded."""
@@ -61,9 +60,17 @@ class KeptDataSets:
         Args:
             found: Data sets by their paths; other objects are ignored.
         """
+        self._found = found
         self._attributes = [(path, data, dict(vars(data))) for path, data in _data_sets(found)]
         self.contents = _contents_of({path: attributes for path, _, attributes in self._attributes})
         """Contents of containers and arrays."""
+        self._other: list[Contents] | None = None
+
+    def is_record_of(self, found: Mapping[str, object]) -> bool:
+        """Return whether this is a record of the same data sets, and still true."""
+        if found is not self._found or any(each.has_changed() for each in self.contents):
+            return False
+        return all(has_same_entries(vars(data), attributes) for _, data, attributes in self._attributes)
 
     def changed(self) -> dict[str, Any]:
         """Return what was replaced or has other contents, with the current values, by path.
@@ -78,15 +85,16 @@ class KeptDataSets:
                 for name, value in attributes.items()
                 if now.get(name) is not value and not isinstance(value, ATOMS)
             }
-        return {**found, **{each.path: comparable(each.held) for each in self.contents if each.has_changed()}}
+        self._other = [each for each in self.contents if each.has_changed()]
+        return {**found, **{each.path: comparable(each.held) for each in self._other}}
 
     def put_back(self) -> None:
-        """Restore the attributes, and what containers and arrays held."""
+        """Restore the attributes, and what containers and arrays held; right after `changed`, nothing is compared."""
         for _, data, attributes in self._attributes:
             put_back_entries(vars(data), attributes)
-        for each in self.contents:
-            if each.has_changed():
-                each.put_back()
+        for each in [each for each in self.contents if each.has_changed()] if self._other is None else self._other:
+            each.put_back()
+        self._other = None
 
 
 class Contents:
@@ -107,11 +115,9 @@ class Contents:
         """Return whether it holds something else now."""
         now, before = self.held, self._before
         if isinstance(now, np.ndarray):
-            return now.shape != before.shape or bool(now.tobytes() != before.tobytes())
-        if isinstance(now, list | deque) and len(now) == len(before) and all(map(operator.is_, now, before)):
-            return False
+            return now.shape != before.shape or not _are_same_bytes(now, before)
         try:
-            return bool(now != before)  # of a dictionary and of a list, items that are the same object are equal
+            return bool(now != before)  # items that are the same object count as equal, and are told in nanoseconds
         except Exception:  # such as the truth of an array
             return True
 
@@ -143,6 +149,13 @@ class Contents:
         else:
             self.held.clear()
             (self.held.extend if isinstance(self.held, list | deque) else self.held.update)(self._before)
+
+
+def _are_same_bytes(one: np.ndarray, other: np.ndarray) -> bool:
+    """Return whether arrays of one shape and dtype have the same bytes; of objects, whether they are the same ones."""
+    if one.dtype.hasobject or not (one.flags.c_contiguous and other.flags.c_contiguous):
+        return one.tobytes() == other.tobytes()
+    return bool((one.reshape(-1).view(np.uint8) == other.reshape(-1).view(np.uint8)).all())
 
 
 def _contents_of(attributes: Mapping[str, Mapping[str, Any]]) -> list[Contents]:
@@ -189,7 +202,7 @@ def _some_items(value: Any) -> list[tuple[Any, Any]]:
     first = next(iter(value.values())) if isinstance(value, Mapping) else value[0]
     if len(value) > _MOST_HELD and isinstance(first, (*ATOMS, Tensor)):
         return []
-    return [*itertools.islice(items, _MOST_CONTENTS)]
+    return [*itertools.islice(items, _MOST_HELD)]
 
 
 def _is_of_python(value: object) -> bool:

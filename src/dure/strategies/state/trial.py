@@ -125,7 +125,7 @@ class Trial:
         self._plain = state_of({**self._objects, "model": model}, sees_data=True)
         self._of_data_sets = self._of_data()
         self._large = {path: tensor.detach() for path, tensor in {**self._plain.large, **self._of_data_sets}.items()}
-        self._data_sets = KeptDataSets(self._plain.first)
+        self._data_sets = _data_sets_of(self._plain)
         self._surroundings = Surroundings()
         stack.enter_context(self._surroundings.watched())
         parameters = {name: data for name, _, data, _, _ in self._parameters}
@@ -203,6 +203,8 @@ class Trial:
 
 _shared: dict[bool, ObjectState] | None = None
 """Last state in `sharing_state`, by whether it sees data; None outside of it."""
+_shared_data: KeptDataSets | None = None
+"""Last record of data sets in `sharing_state`."""
 
 
 @contextmanager
@@ -211,12 +213,12 @@ def sharing_state() -> Iterator[None]:
 
     Walking over all objects takes longer than checking that none has changed.
     """
-    global _shared
+    global _shared, _shared_data
     outer, _shared = _shared, {}
     try:
         yield
     finally:
-        _shared = outer
+        _shared, _shared_data = outer, None
 
 
 def state_of(roots: Mapping[str, object], *, sees_data: bool) -> ObjectState:
@@ -227,6 +229,20 @@ def state_of(roots: Mapping[str, object], *, sees_data: bool) -> ObjectState:
     if _shared is not None:
         _shared[sees_data] = state
     return state
+
+
+def _data_sets_of(state: ObjectState) -> KeptDataSets:
+    """Return a record of the data sets of a state, the last one in `sharing_state` if it is still true.
+
+    Copying the contents takes longer than comparing them.
+    """
+    global _shared_data
+    if _shared_data is not None and _shared_data.is_record_of(state.first):
+        return _shared_data
+    found = KeptDataSets(state.first)
+    if _shared is not None:
+        _shared_data = found
+    return found
 
 
 def is_equal(one: Tensor, other: Tensor) -> bool:

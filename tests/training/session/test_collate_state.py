@@ -86,6 +86,27 @@ class Tokens(ZooTask):
         return torch.tensor(rows), torch.stack([y for _, y in samples])
 
 
+class CountedTokens(Tokens):
+    """Numbers words by an iterator."""
+
+    def __init__(self) -> None:
+        self.vocabulary = defaultdict(itertools.count().__next__)
+
+    def collate(self, samples: Any) -> Any:
+        rows = [[self.vocabulary[int(3 * value)] for value in x[:2]] for x, _ in samples]
+        return torch.tensor(rows), torch.stack([y for _, y in samples])
+
+
+@pytest.mark.parametrize("strategy", ["single", "tensor_parallel"])
+def test_run_when_reads_before_it_move_an_iterator_of_collate_then_that_is_declared(
+    strategy: str, tmp_path: Path
+) -> None:
+    run = train_case(tmp_path, CountedTokens(), strategy, 1 if strategy == "single" else 2, **STEPS)
+    declared = json.loads((run / "summary.json").read_text())["not_preserved"]
+    said = "state that collate keeps: samples that are read before training move task.vocabulary.default_factory"
+    assert [text for text in declared if text.startswith(said)]
+
+
 class Warming(ZooTask):
     """Scales batches by the number of those before."""
 

@@ -59,6 +59,11 @@ def by_trial(traits: LossTraits) -> list[str]:
             f"state that the loss keeps ({few(traits.left_state)}): changed by the calls of the loss before training, "
             "and could not be put back (large arrays, queues)"
         )
+    if traits.left_by_collate:
+        texts.append(
+            f"state that collate keeps: samples that are read before training move {few(traits.left_by_collate)}, "
+            "iterators that cannot be put back (count in a plain attribute)"
+        )
     if traits.outer_state:
         texts.append(
             f"state outside of model and task ({few(traits.outer_state)}): every process that computes the loss writes "

@@ -41,6 +41,8 @@ class LossTraits:
     """Plain state that every call of `collate` changes in the same way, and on which later batches depend."""
     collate_tables: tuple[str, ...] = ()
     """Plain state that `collate` changes and on which no later batch depends, such as masks by the size of a batch."""
+    left_by_collate: tuple[str, ...] = ()
+    """Iterators that reads before training have moved, if `collate` keeps state."""
     collates_in_loaders: bool = False
     """True if loader processes call `collate`, each with a copy of its state."""
     data_changes: bool = False

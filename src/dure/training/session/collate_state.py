@@ -28,6 +28,8 @@ class CollateState:
         self._objects = objects
         self.has_drawn = False
         """True once `collate` has drawn from generators of the task's own, in a context of `undone`."""
+        self.left: tuple[str, ...] = ()
+        """Iterators among the objects because of which changes by `collate` were not undone."""
 
     @contextmanager
     def undone(self) -> Iterator[Callable[[], dict[str, Any]]]:
@@ -43,6 +45,8 @@ class CollateState:
             self.has_drawn = self.has_drawn or bool(state.drawn())
             if not state.opaque:
                 state.put_back()
+            elif state.changed():
+                self.left = tuple(state.opaque)
 
     def changes(self, collated: Callable[[Sequence[int]], Any], groups: Sequence[Sequence[int]]) -> CollateChanges:
         """Call `collate` on two groups of samples, and return what it changes.

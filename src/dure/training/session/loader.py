@@ -247,6 +247,11 @@ class Loader:
         """
         return self._fetch.collated(samples, indices, epoch=0)
 
+    @property
+    def left_by_collate(self) -> tuple[str, ...]:
+        """Iterators that reads before training have moved, if `collate` keeps state."""
+        return () if self._fetch.state is None else self._fetch.state.left
+
     def watch_collate(self, objects: Mapping[str, object]) -> None:
         """Let the loaders of `without_workers` undo what `collate` changes.
 

@@ -179,6 +179,7 @@ class TaskInspection:
             collate_state=of_collate.learned,
             collate_count=of_collate.counted,
             collate_tables=of_collate.tables,
+            left_by_collate=loader.left_by_collate,
             collates_in_loaders=loader.has_workers,
             data_changes=has_drawn or not is_same,
             copied_state=tuple(path for path in state if path.startswith(f"{_COPIED}.")),

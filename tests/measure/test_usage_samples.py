@@ -56,3 +56,11 @@ def test_records_when_a_line_is_damaged_then_it_is_left_out(run, damage):
 
 def test_devices_when_they_are_no_gpus_of_nvml_then_have_no_index():
     assert gpus_of([torch.device("cpu"), torch.device("cuda", 1), torch.device("mps")]) == (1,)
+
+
+def test_records_when_there_are_many_then_the_newest_are_read(run):
+    line = '{{"time": {}, "cores": 1, "resident_bytes": 1, "loaders": 0, "loader_cores": 0, "loader_bytes": 0}}\n'
+    usage_path(run, 0).write_text("".join(line.format(float(number)) for number in range(20_000)))
+    times = [record.time for record in read_usage(run, 0)]
+    assert times == [float(number) for number in range(20_000 - len(times), 20_000)]
+    assert 2_000 < len(times) < 4_000

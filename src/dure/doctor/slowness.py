@@ -3,7 +3,6 @@
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from itertools import islice
 from pathlib import Path
 from typing import TypeVar
 
@@ -21,9 +20,6 @@ from dure.spec import RunSpec
 _FEWEST_STEPS = 20
 _LEAST_SECONDS = 1.0
 """Shorter runs are not judged: they are trials, and most of their time is their start."""
-
-_MOST_SAMPLES = 100_000
-"""Maximum number of samples of a rank: twelve days of them."""
 
 E = TypeVar("E", bound=Event)
 
@@ -71,7 +67,7 @@ def slow_findings(run: RunDir, spec: RunSpec | None, events: Sequence[Event]) ->
 def _usage_of(run: RunDir, since: Sequence[Event]) -> dict[int, list[UsageRecord]]:
     """Return the use of the machine by each rank since the first of some events."""
     begin = since[0].time if since else 0.0
-    return {rank: [*islice(read_usage(run, rank, begin), _MOST_SAMPLES)] for rank in run.recorded_ranks()}
+    return {rank: [*read_usage(run, rank, begin)] for rank in run.recorded_ranks()}
 
 
 def _first(looks: Sequence[Look], speed: Speed) -> list[Finding]:

@@ -52,10 +52,14 @@ class UsageSampler:
         self._is_over = threading.Event()
         self._thread = threading.Thread(target=self._sample, name="dure-usage", daemon=True)
 
-    def __enter__(self) -> Self:
+    def start(self) -> Self:
         """Start the thread."""
         self._thread.start()
         return self
+
+    def __enter__(self) -> Self:
+        """Start the thread."""
+        return self.start()
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None

@@ -15,6 +15,8 @@ from dure.records.jsonl import read_lines
 from dure.records.run_dir import RunDir
 
 MOST_GPUS = 64
+_TAIL_BYTES = 2**18
+"""Bytes at the end of a file that are read: some hours of a rank, whatever the length of the run."""
 _Amount = Annotated[float, Field(ge=0, le=1e9, allow_inf_nan=False)]
 
 
@@ -59,8 +61,10 @@ def usage_line(time: float, process: ProcessUse, gpus: tuple[GpuUse, ...]) -> st
 
 
 def read_usage(run: RunDir, rank: int, since: float = 0.0) -> Iterator[UsageRecord]:
-    """Yield the records of a rank from a time on; damaged lines are left out."""
-    for line in read_lines(usage_path(run, rank)):
+    """Yield the newest records of a rank, of the last hours and from a time on; damaged lines are left out."""
+    path = usage_path(run, rank)
+    begin = max(0, path.stat().st_size - _TAIL_BYTES) if path.is_file() else 0
+    for line in read_lines(path, begin):  # the first may be the end of one, and is then damaged
         try:
             record = record_from_json(UsageRecord, {**line, "gpus": tuple(line.get("gpus", ()))[:MOST_GPUS]})
         except (DocumentInvalid, TypeError):

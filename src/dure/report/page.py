@@ -8,7 +8,7 @@ import math
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from functools import cache
+from functools import cache, lru_cache
 from itertools import islice
 from pathlib import Path
 from statistics import mean
@@ -24,7 +24,7 @@ from dure.records.finding import Finding
 from dure.records.rank_profiles import TRACE
 from dure.records.run_dir import RunDir, os_errors_as_sentences
 from dure.records.run_list import RunOverview, overview
-from dure.records.usage import GpuRecord, read_usage
+from dure.records.usage import GpuRecord, read_usage, usage_path
 from dure.report.charts import (
     COLORS,
     Chart,
@@ -50,7 +50,6 @@ _FOLDER = Path(__file__).parent
 PAINT = _FOLDER / "paint.js"
 """Script of the page that colours the charts as the page."""
 _MOST_METRICS = 12
-_MOST_SAMPLES = 10_000
 _MOST_EVENTS, _MOST_DRAWN = 300, 5_000
 """Maximum number of events in the table and in the chart, the last ones of the run."""
 _MOST_TEXT = 2_000
@@ -329,18 +328,26 @@ def _memory_rows(events: Sequence[Event]) -> Iterator[tuple[int, list[str]]]:
 def _usage_rows(run: RunDir, ranks: Sequence[int]) -> Iterator[tuple[int, list[str]]]:
     """Yield each rank with its mean use of cores, memory, loaders and GPUs, if it is on record."""
     for rank in ranks:
-        found = [*islice(read_usage(run, rank), _MOST_SAMPLES)]
-        if found:
-            yield (
-                rank,
-                [
-                    f"{mean(each.cores for each in found):.1f}",
-                    f"{mean(each.loaders for each in found):.1f}",
-                    f"{mean(each.loader_cores for each in found):.1f}",
-                    format_bytes(max(each.resident_bytes + each.loader_bytes for each in found)),
-                    _gpu_text([gpu for each in found for gpu in each.gpus]),
-                ],
-            )
+        path = usage_path(run, rank)
+        if path.is_file() and (row := _usage_row(run, rank, path.stat().st_size)):
+            yield rank, row
+
+
+@lru_cache(maxsize=1024)
+def _usage_row(run: RunDir, rank: int, num_bytes: int) -> list[str]:
+    """Return the means of a rank, read again only when its file has grown: a live page asks every second."""
+    found = [*read_usage(run, rank)]
+    return (
+        []
+        if not found
+        else [
+            f"{mean(each.cores for each in found):.1f}",
+            f"{mean(each.loaders for each in found):.1f}",
+            f"{mean(each.loader_cores for each in found):.1f}",
+            format_bytes(max(each.resident_bytes + each.loader_bytes for each in found)),
+            _gpu_text([gpu for each in found for gpu in each.gpus]),
+        ]
+    )
 
 
 def _gpu_text(samples: Sequence[GpuRecord]) -> str:

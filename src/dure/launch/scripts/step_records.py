@@ -68,7 +68,7 @@ def record_steps(folder: Path, job: ScriptJob, place: Place) -> Callable[[], Non
     except Exception as error:  # another torch may lack what is observed
         steps.stop()
         print_status(f"dure: rank {rank.rank} records no steps: {one_line(error)}")
-    usage = UsageSampler(usage_path(run, rank.rank), current_gpus).__enter__()
+    usage = UsageSampler(usage_path(run, rank.rank), current_gpus).start()
 
     def close() -> None:
         usage.close()

@@ -113,6 +113,7 @@ def test_servers_when_workers_make_different_numbers_of_steps_then_all_are_told(
 def test_server_when_workers_end_without_closing_then_says_so(sync: bool) -> None:
     def work(group: ProcessGroup) -> Any:
         model = ParameterServerDDP(Model(), sync=sync)
+        group.close = lambda: None  # type: ignore[method-assign]  # workers leave as scripts do, without a barrier
         return model.serve() if model.is_server else None
 
     *_, answer = on_ranks(3, work)

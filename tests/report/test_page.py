@@ -4,14 +4,17 @@ import json
 import re
 import shutil
 import stat
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from dure.cli.app import main
+from dure.host.usage import GpuUse, ProcessUse
 from dure.records.finding import Finding
 from dure.records.run_dir import RunDir
 from dure.records.step_record import step_line
+from dure.records.usage import usage_line, usage_path
 from dure.report.page import page
 from tests.record_cases import step_of
 from tests.report.hostile import add_hostile_records
@@ -72,6 +75,21 @@ def test_page_when_memory_is_on_record_then_has_a_row_for_each_rank():
     text = own_text(page(RunDir(RUN_FOLDERS / "compared"), []))
     assert ">Memory</h2>" in text
     assert text.count("cpu: 3") == 2
+
+
+def test_page_when_the_use_of_the_machine_is_on_record_then_has_a_row_that_follows_it(run):
+    process = ProcessUse(cores=1.5, resident_bytes=2**30, loaders=2, loader_cores=0.5, loader_bytes=2**30)
+    gpu = GpuUse(
+        device=0, busy=0.5, memory_bytes=1, watts=350.4, most_watts=None, megahertz=1980, most_megahertz=None
+    )  # fmt: skip
+    assert "Use of the machine" not in page(run, [])
+    usage_path(run, 0).write_text(usage_line(1e9, process, (gpu,)))
+    text = page(run, [])
+    for value in ("1.5", "2.0", "0.5", "2.0 GiB", "busy 50%, 350 W, 1980 MHz"):
+        assert f'<td class="number">{value}</td>' in text
+    with usage_path(run, 0).open("a") as file:
+        file.write(usage_line(1e9 + 10, replace(process, cores=2.5), ()))
+    assert '<td class="number">2.0</td><td class="number">2.0</td>' in page(run, [])
 
 
 def test_page_when_records_are_damaged_then_says_how_many_lines_were_left_out(run):

@@ -56,6 +56,9 @@ def test_batch_when_divided_over_devices_then_weights_are_those_of_one(folder: P
         found = trained(model, DataParallelCriterion(nn.CrossEntropyLoss()), "cuda:0")
         torch.testing.assert_close(found, expected(), rtol=TO_ROUNDING, atol=TO_ROUNDING)
         model.close()
+    named = BalancedDataParallel(model_of().to("cuda"), ["cuda"])
+    assert named.devices == [torch.device("cuda", 0)]
+    assert named(data(0)[0].to("cuda")).shape == (8, 3)
 
 
 @on_devices(2)

@@ -241,7 +241,7 @@ def _devices_of(device_ids: Sequence[int | str | torch.device] | None) -> list[t
     if not device_ids:
         raise TaskInvalid("device_ids is empty: name at least one device")
     found = [torch.device(kind or "cpu", each) if isinstance(each, int) else torch.device(each) for each in device_ids]
-    return [torch.device("cpu") if each.type == "cpu" else each for each in found]
+    return [torch.device("cpu") if each.type == "cpu" else torch.device(each.type, each.index or 0) for each in found]
 
 
 def _num_samples(values: Any) -> int:

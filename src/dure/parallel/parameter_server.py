@@ -1,7 +1,6 @@
 """Module whose gradients, or changes of weights, go to parameter servers: the last ranks of a group."""
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -13,21 +12,15 @@ from dure.comm.groups import ProcessGroup
 from dure.errors import EnvironmentLacks, PeerLost, TaskInvalid
 from dure.host.backends import takes_devices_only
 from dure.parallel.servers import GOES_ON, LEAVES, UNEVEN, UNEVEN_TEXT, AsyncService, serve_together
-from dure.parallel.wrapping import Trained, check_alike, only_device, refuse_training_of_copy, send_tensors
+from dure.parallel.wrapping import RankWrapper, Trained, check_alike, only_device, send_tensors
 from dure.strategies.parameter_server.exchange import Exchange
 from dure.strategies.parameter_server.serving import broadcast_through_host
 from dure.strategies.parameter_server.shards import Message, plan_shards
 from dure.strategies.parameter_server.transport import C10dTransport
 from dure.torchcompat.gradients import call_after_backward
 
-_OF_RANK = frozenset(
-    {"_exchange", "_hooks", "_is_running", "_known", "_pulled", "_shards", "_trained", "_transport"}
-    | {"_workers", "workers"}
-)
-"""Attributes that no copy has."""
 
-
-class ParameterServerDDP(nn.Module):
+class ParameterServerDDP(RankWrapper):
     """Model of workers, which are the first ranks, with servers, which are the last.
 
     Each server has rows of all parameters. With `sync`, workers push gradients while they wait, and pull their mean:
@@ -42,7 +35,10 @@ class ParameterServerDDP(nn.Module):
     2013 (section 3) for the bound on steps ahead.
     """
 
-    _is_copy = False
+    _of_rank = frozenset(
+        {"_exchange", "_hooks", "_is_running", "_known", "_pulled", "_shards", "_trained", "_transport"}
+        | {"_workers", "workers"}
+    )
 
     def __init__(
         self,
@@ -67,11 +63,7 @@ class ParameterServerDDP(nn.Module):
             TaskInvalid: There would be no worker or no server, or the model has nothing to train, sparse gradients, or
                 parameters on several devices.
         """
-        super().__init__()
-        if not (dist.is_available() and dist.is_initialized()):
-            raise EnvironmentLacks(
-                "ParameterServerDDP needs a process group: call torch.distributed.init_process_group first"
-            )
+        super().__init__(module)
         if takes_devices_only(dist.get_backend()):
             raise EnvironmentLacks(
                 "ParameterServerDDP sends from host memory, which this backend cannot: begin with "
@@ -85,7 +77,6 @@ class ParameterServerDDP(nn.Module):
             )
         if staleness is not None and (sync or staleness < 0):
             raise TaskInvalid(f"staleness is {staleness}, and must be at least 0, together with sync=False")
-        self.module = module
         self.num_workers = world_size - servers
         self.is_server = dist.get_rank() >= self.num_workers
         self._sync, self._staleness = sync, staleness
@@ -102,11 +93,9 @@ class ParameterServerDDP(nn.Module):
         self._server_ranks = range(self.num_workers, world_size)
         self._shards = plan_shards(named, servers)
         self._transport = C10dTransport()
-        self._synchronises = True
         self._is_running: Callable[[], bool] = lambda: False
         """Function that tells whether the backward after which gradients are sent has not ended."""
         self._hooks: list[Any] = []
-        self._is_closed = False
         self._broadcasts_buffers = broadcast_buffers and sync
         if not self.is_server:
             self._begin_work(dict(named), device)
@@ -142,31 +131,22 @@ class ParameterServerDDP(nn.Module):
             raise TaskInvalid("this rank is a parameter server: call serve() in place of the training loop")
         if self._is_copy:
             return self.module(*inputs, **keywords)
-        if torch.is_grad_enabled() and not self._is_closed:
+        if torch.is_grad_enabled() and self._is_open:
             self._known.check(self.module)
         elif torch.is_grad_enabled() and self.training:
             raise TaskInvalid("ParameterServerDDP is closed, and sends nothing more: train its module, or wrap it")
-        if not self._sync and not self._is_closed and self.training and torch.is_grad_enabled() and self._synchronises:
+        if not self._sync and self._is_open and self.training and torch.is_grad_enabled() and self._synchronises:
             self._send_step()
         return self.module(*inputs, **keywords)
-
-    @contextmanager
-    def no_sync(self) -> Iterator[None]:
-        """Accumulate gradients of this rank alone; the next backward outside sends them too."""
-        before, self._synchronises = self._synchronises, False
-        try:
-            yield
-        finally:
-            self._synchronises = before
 
     def close(self) -> None:
         """Leave the servers, and wait for the other workers to do so; without `sync`, all get the same last weights.
 
         A second call does nothing.
         """
-        if self.is_server or self._is_closed:
+        if self.is_server or not self._is_open:
             return
-        self._is_closed = True
+        self._is_open = False
         for hook in self._hooks:
             hook.remove()
         self._exchange.write((lambda parameter: None) if self._sync else self._movement)
@@ -181,9 +161,9 @@ class ParameterServerDDP(nn.Module):
         """
         if not self.is_server:
             raise TaskInvalid("this rank is a worker: write its training loop, and call close() at its end")
-        if self._is_closed:
+        if not self._is_open:
             raise TaskInvalid("serve() has ended, and all workers have left: wrap the model again on all ranks")
-        self._is_closed = True
+        self._is_open = False
         shards = self._shards[dist.get_rank() - self.num_workers]
         pushes = [Message(1 + len(shards), shards) for _ in range(self.num_workers)]
         reply = Message(1 + len(shards), shards)
@@ -196,20 +176,6 @@ class ParameterServerDDP(nn.Module):
             reply.numbers.fill_(1.0)
             reply.numbers[0] = GOES_ON
             AsyncService(self._transport, pushes, reply, self._staleness).run()
-
-    def __getstate__(self) -> dict[str, Any]:
-        """Return the state of a copy, which has the model and no connection to other ranks."""
-        return {name: value for name, value in self.__dict__.items() if name not in _OF_RANK} | {
-            "_is_closed": True,
-            "_is_copy": True,
-        }
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        """Restore a copy, which refuses to be trained."""
-        super().__setstate__(state)  # type: ignore[no-untyped-call]
-        for parameter in self.module.parameters():
-            if parameter.requires_grad:
-                parameter.register_post_accumulate_grad_hook(refuse_training_of_copy)
 
     # workers
 

@@ -1,8 +1,7 @@
 """Module that averages the gradients of a model over ranks, by the buckets and algorithms of `ring_ddp`."""
 
 import itertools
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -12,24 +11,18 @@ from torch import nn
 from dure.comm.buckets import FlatGradients
 from dure.comm.choice import open_chosen
 from dure.comm.groups import ProcessGroup
-from dure.errors import EnvironmentLacks, TaskInvalid
-from dure.parallel.wrapping import Trained, check_alike, only_device, refuse_training_of_copy, send_tensors
+from dure.errors import TaskInvalid
+from dure.parallel.wrapping import RankWrapper, Trained, check_alike, only_device, send_tensors
 from dure.strategies.data_parallel.options import RingDDPOptions
 from dure.strategies.data_parallel.ring_ddp import BucketReducer, OrderedLaunches
 from dure.torchcompat.gradients import call_after_backward
-
-_OF_RANK = frozenset(
-    {"_group", "_hooks", "_is_running", "_launches", "_parameters_reduced", "_reached", "_reducer", "_trained"}
-    | {"gradients"}
-)
-"""Attributes that no copy has."""
 
 
 def _is_over() -> bool:
     return False
 
 
-class RingDDP(nn.Module):
+class RingDDP(RankWrapper):
     """Model whose gradients are averaged over the ranks of a group while backward runs.
 
     It is used as `torch.nn.parallel.DistributedDataParallel` is: build it after `init_process_group` and after the
@@ -45,7 +38,10 @@ class RingDDP(nn.Module):
     Source: NVIDIA's Apex (`apex.parallel.DistributedDataParallel`) for the options; Li et al. 2020 for the buckets.
     """
 
-    _is_copy = False
+    _of_rank = frozenset(
+        {"_group", "_hooks", "_is_running", "_launches", "_parameters_reduced", "_reached", "_reducer", "_trained"}
+        | {"gradients"}
+    )
 
     def __init__(
         self,
@@ -83,10 +79,7 @@ class RingDDP(nn.Module):
             TaskInvalid: The model has no trained parameters, or parameters on several devices or with sparse
                 gradients.
         """
-        super().__init__()
-        if not (dist.is_available() and dist.is_initialized()):
-            raise EnvironmentLacks("RingDDP needs a process group: call torch.distributed.init_process_group first")
-        self.module = module
+        super().__init__(module)
         self._trained = Trained(module, type(self).__name__)
         self._parameters_reduced = self._trained.parameters
         device = only_device(module, self._parameters_reduced, "RingDDP")
@@ -116,8 +109,6 @@ class RingDDP(nn.Module):
         )
         self._reducer = BucketReducer(algorithm, options, self._group.world_size, None, has_thread=device.type == "cpu")
         self._is_overlapped = len(self.gradients.buckets) > 1 and not options.delay_allreduce
-        self._synchronises = True
-        self._is_open = True
         self._is_averaged = options.gradient_average
         self._is_called = False
         """True if the model was called after the last backward."""
@@ -151,15 +142,6 @@ class RingDDP(nn.Module):
             raise TaskInvalid(f"{type(self).__name__} is closed, and averages no more: train its module, or wrap it")
         self._is_called = True
 
-    @contextmanager
-    def no_sync(self) -> Iterator[None]:
-        """Accumulate gradients of this rank alone; the next backward outside sends them too."""
-        before, self._synchronises = self._synchronises, False
-        try:
-            yield
-        finally:
-            self._synchronises = before
-
     def close(self) -> None:
         """Take the hooks off, and end the thread that reduces; the gradients stay. A second call does nothing."""
         if not self._is_open:
@@ -168,20 +150,6 @@ class RingDDP(nn.Module):
         for hook in self._hooks:
             hook.remove()
         self._reducer.close()
-
-    def __getstate__(self) -> dict[str, Any]:
-        """Return the state of a copy, which has the model and no connection to other ranks."""
-        return {name: value for name, value in self.__dict__.items() if name not in _OF_RANK} | {
-            "_is_open": False,
-            "_is_copy": True,
-        }
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        """Restore a copy, which refuses to be trained."""
-        super().__setstate__(state)  # type: ignore[no-untyped-call]
-        for parameter in self.module.parameters():
-            if parameter.requires_grad:
-                parameter.register_post_accumulate_grad_hook(refuse_training_of_copy)
 
     # backward
 

@@ -1,13 +1,15 @@
 """Checks and messages that the wrappers over several ranks have in common."""
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, ClassVar
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from dure.comm.groups import Group
-from dure.errors import TaskInvalid
+from dure.errors import EnvironmentLacks, TaskInvalid
 
 
 def only_device(module: nn.Module, parameters: list[nn.Parameter], wrapper: str) -> torch.device:
@@ -62,6 +64,54 @@ def check_alike(group: Group, module: nn.Module, wrapper: str) -> None:
             )
 
 
+class RankWrapper(nn.Module):
+    """Module around a model, on each of several ranks.
+
+    A copy, also a pickled one, can be called and not trained: it has no connection to other ranks.
+    """
+
+    _of_rank: ClassVar[frozenset[str]] = frozenset()
+    """Attributes that no copy has."""
+    _is_copy = False
+
+    def __init__(self, module: nn.Module) -> None:
+        """Take a model.
+
+        Raises:
+            EnvironmentLacks: There is no process group yet.
+        """
+        super().__init__()
+        if not (dist.is_available() and dist.is_initialized()):
+            raise EnvironmentLacks(
+                f"{type(self).__name__} needs a process group: call torch.distributed.init_process_group first"
+            )
+        self.module = module
+        self._synchronises = True
+        self._is_open = True
+        """False once it is closed, and on a copy."""
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Accumulate gradients of this rank alone; the next backward outside sends them too."""
+        before, self._synchronises = self._synchronises, False
+        try:
+            yield
+        finally:
+            self._synchronises = before
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return the state of a copy."""
+        state = {name: value for name, value in self.__dict__.items() if name not in self._of_rank}
+        return {**state, "_is_open": False, "_is_copy": True}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Restore a copy, which refuses to be trained."""
+        super().__setstate__(state)  # type: ignore[no-untyped-call]
+        for parameter in self.module.parameters():
+            if parameter.requires_grad:
+                parameter.register_post_accumulate_grad_hook(_refuse_training_of_copy)
+
+
 class Trained:
     """Parameters that a wrapper reduces, as they were when the model was wrapped."""
 
@@ -85,7 +135,7 @@ class Trained:
                 )
 
 
-def refuse_training_of_copy(parameter: nn.Parameter) -> None:
+def _refuse_training_of_copy(parameter: nn.Parameter) -> None:
     """Refuse a backward of a copied wrapper, as a hook on its parameters.
 
     Raises:

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from dure.compat.apex import optimizers
 from dure.compat.apex.amp import half_function, initialize, promote_function, register_float_function
 from dure.compat.apex.amp.casts import choose_types
 from dure.compat.apex.optimizers import FusedAdagrad, FusedAdam, FusedSGD
@@ -173,6 +174,7 @@ def test_optimizer_when_torch_lacks_an_option_then_is_refused(build) -> None:
         build([torch.nn.Parameter(torch.ones(1))])
 
 
-def test_optimizers_when_one_is_not_here_then_say_so() -> None:
-    with pytest.raises(ImportError, match="FusedLAMB"):
-        from dure.compat.apex.optimizers import FusedLAMB  # noqa: F401
+@pytest.mark.parametrize("name", ["FusedLAMB", "FusedMixedPrecisionLamb", "FusedNovoGrad"])
+def test_optimizer_when_it_is_not_here_then_it_is_imported_and_refused(name: str) -> None:
+    with pytest.raises(RuntimeError, match=f"{name} is not part of dure's Apex"):
+        getattr(optimizers, name)([torch.nn.Parameter(torch.ones(1))], lr=0.1)

@@ -5,8 +5,6 @@ from typing import Any
 
 from torch import optim
 
-_OTHERS = ("FusedLAMB", "FusedMixedPrecisionLamb", "FusedNovoGrad")
-
 
 class FusedAdam(optim.Adam):
     """`torch.optim.Adam`, by default with decoupled weight decay, as in Apex."""
@@ -95,15 +93,24 @@ def _refuse(optimizer: str, option: str, *, is_asked: bool) -> None:
         raise RuntimeError(f"{optimizer} does not support {option} here: torch's optimizer has nothing like it")
 
 
-def __getattr__(name: str) -> Any:
-    """Say of an optimiser of Apex that it is not here.
+class _NotHere:
+    """Optimiser of Apex that torch does not have: scripts may import it, and choose another."""
 
-    Raises:
-        AttributeError: Always.
-    """
-    if name in _OTHERS:
-        raise AttributeError(f"{name} is not part of dure's Apex, because torch has no such optimizer")
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        """Refuse to be built. Raises RuntimeError."""
+        raise RuntimeError(f"{type(self).__name__} is not part of dure's Apex: torch has no such optimizer")
 
 
-__all__ = ["FusedAdagrad", "FusedAdam", "FusedSGD"]
+class FusedLAMB(_NotHere):
+    """`apex.optimizers.FusedLAMB`, which is refused."""
+
+
+class FusedMixedPrecisionLamb(_NotHere):
+    """`apex.optimizers.FusedMixedPrecisionLamb`, which is refused."""
+
+
+class FusedNovoGrad(_NotHere):
+    """`apex.optimizers.FusedNovoGrad`, which is refused."""
+
+
+__all__ = ["FusedAdagrad", "FusedAdam", "FusedLAMB", "FusedMixedPrecisionLamb", "FusedNovoGrad", "FusedSGD"]

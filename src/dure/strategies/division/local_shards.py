@@ -218,6 +218,23 @@ def faults_of_shards(model: nn.Module, traits: LossTraits) -> list[str]:
     return faults
 
 
+def faults_of_common_loss(traits: LossTraits, num_alike: int) -> list[str]:
+    """Return the fault of a loss that depends on the rank, where ranks compute the same samples by divided layers.
+
+    Each keeps parameters that are not divided, which would part.
+
+    Args:
+        traits: Traits of the loss.
+        num_alike: Number of ranks that compute the same samples.
+    """
+    if num_alike == 1 or not traits.differs_by_rank:
+        return []
+    return [
+        f"the loss depends on the rank ({traits.differs_by_rank}), and the ranks along the axis tensor compute one "
+        "loss together: leave the number of the rank out of the task, or use ddp"
+    ]
+
+
 class ShardedStrategy(Strategy):
     """Base of strategies in which some or all parameters are DTensors.
 
@@ -241,7 +258,9 @@ class ShardedStrategy(Strategy):
 
     def check_traits(self, model: nn.Module) -> list[str]:
         """Refuse also hooks on parameters: shards are other tensors, which would lose them without an error."""
-        return super().check_traits(model) + faults_of_shards(model, self.traits)
+        num_alike = self.group.world_size // self.share.count
+        faults = faults_of_shards(model, self.traits) + faults_of_common_loss(self.traits, num_alike)
+        return super().check_traits(model) + faults
 
     def distribute(self) -> None:
         """Give the optimiser local tensors, of which `trainable` consists from now on."""

@@ -32,7 +32,12 @@ from dure.strategies.contract.reduced_facts import reduced_facts
 from dure.strategies.contract.replica_state import ReplicaState, replica_state
 from dure.strategies.contract.step_facts import LossTerm, Requests, StepFacts
 from dure.strategies.data_parallel.gradient_sums import used_by_any
-from dure.strategies.division.local_shards import LocalShards, faults_of_cutting, faults_of_shards
+from dure.strategies.division.local_shards import (
+    LocalShards,
+    faults_of_common_loss,
+    faults_of_cutting,
+    faults_of_shards,
+)
 from dure.strategies.pipeline.cut import decide
 from dure.strategies.pipeline.options import PipelineOptions
 from dure.strategies.pipeline.schedule import Schedule, num_scheduled
@@ -156,7 +161,10 @@ class Pipeline(SectionedStrategy):
             )
         if self.num_stages > 1 and (names := self.traits.hooked_by_loss):
             faults.append(hooks_gradients(names))
-        return faults + (faults_of_shards(model, self.traits) if self.mesh.size("tensor") > 1 else [])
+        num_alike = self.mesh.size("tensor")
+        if num_alike > 1:
+            faults += faults_of_shards(model, self.traits)
+        return faults + faults_of_common_loss(self.traits, num_alike)
 
     # the cut
 
